@@ -233,6 +233,13 @@ fn requests_for_a_snapshot_that_was_undone_are_refused() {
     assert!(qmp.execute("export-prepare-snapshot", prepare).is_err());
     assert!(!overlay.exists());
     qmp.execute("export-undo-snapshot", undo).unwrap();
+    // One that comes too late: the disk continues in another one, and still does after a kill.
+    let late = bed.path("late");
+    qmp.execute("export-prepare-snapshot", json!({ "name": "", "overlay": late, "image": disk })).unwrap();
+    asked(&bed, &["snapshot", "", "sooner"]);
+    assert!(qmp.execute("export-snapshot", json!({ "name": "", "overlay": late, "prepared": true })).is_err());
+    assert!(!late.exists() && bed.path("disk.continued").exists());
+    asked(&bed, &["commit", ""]);
     // One that was put and is not on top any more.
     let second = bed.path("second");
     let prepare = json!({ "name": "", "overlay": second, "image": disk });

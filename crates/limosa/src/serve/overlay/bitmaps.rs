@@ -12,10 +12,17 @@ use limosa_storage::{FileOptions, FileStorage, block_on};
 use crate::serve::wanted::Wanted;
 
 /// Copies the bitmaps of an image that was closed to its overlay, and lets those that are `cleared` begin empty there.
-/// Those that cannot be relied on are left out.
+/// Others that cannot be relied on are left out.
+///
+/// # Errors
+/// One that is to begin empty cannot be relied on: it was not stored when the image was closed.
 pub(super) fn copy(image: &Wanted, overlay: &Path, cleared: &[String]) -> anyhow::Result<()> {
     let file = FileStorage::open(overlay, &FileOptions::default())?;
-    for (bitmap, bits) in read(image)? {
+    let bitmaps = read(image)?;
+    if let Some(name) = cleared.iter().find(|name| !bitmaps.iter().any(|(bitmap, _)| bitmap.name == **name)) {
+        anyhow::bail!("bitmap {name:?} could not be stored in {}", image.source.name);
+    }
+    for (bitmap, bits) in bitmaps {
         let mut actions = vec![BitmapAction::Add { granularity: Some(bitmap.granularity) }];
         if !cleared.contains(&bitmap.name) {
             actions.push(BitmapAction::Set(bits));

@@ -57,6 +57,13 @@ pub(super) fn unmark(image: &Path) {
     let _ = unlink(mark_of(image));
 }
 
+/// As [`unmark`], if the disk continues in this overlay.
+pub(super) fn unmark_from(image: &Path, overlay: &Path) {
+    if std::fs::read(mark_of(image)).is_ok_and(|text| text == overlay.as_os_str().as_encoded_bytes()) {
+        unmark(image);
+    }
+}
+
 /// Returns how the image is opened in which the disk continues.
 ///
 /// # Errors

@@ -80,7 +80,8 @@ pub(super) fn put(
     if let Err(error) = replaced {
         // It is empty, and may not come back after a power cut, when more was written to the image below it.
         let _ = remove(path);
-        continued::unmark(&unused.image);
+        // The disk may continue in another overlay by now, which is why this one was refused.
+        continued::unmark_from(&unused.image, path);
         return Err(error);
     }
     Ok(overlay)
