@@ -83,13 +83,19 @@ impl SocketAccess {
     }
 
     /// Applies it to the file of a socket that does not listen yet: nobody can connect.
-    fn apply(self, path: &Path) -> io::Result<()> {
+    fn apply(self, socket: &SocketFile) -> io::Result<()> {
         if self == Self::default() {
             return Ok(());
         }
         let failed = |what: &str, errno: Errno| io::Error::new(errno.kind(), format!("{what}: {errno}"));
         // The file itself, and not where a link leads that takes its place.
-        let file = fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        let file = fs::open(&socket.path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        let found = fs::fstat(&file)?;
+        if (found.st_dev, found.st_ino) != (socket.device, socket.inode)
+            || FileType::from_raw_mode(found.st_mode) != FileType::Socket
+        {
+            return Err(io::Error::other("another file has taken the socket's place"));
+        }
         if let Some(group) = self.group {
             let group = Some(Gid::from_raw(group));
             fs::chownat(&file, "", None, group, AtFlags::EMPTY_PATH)
@@ -136,7 +142,7 @@ pub fn listen_with(path: &Path, access: SocketAccess, backlog: i32) -> io::Resul
     }
     let stat = fs::lstat(&path)?;
     let file = SocketFile { path, device: stat.st_dev, inode: stat.st_ino };
-    access.apply(&file.path)?;
+    access.apply(&file)?;
     net::listen(&socket, backlog)?;
     Ok((socket, file))
 }

@@ -164,7 +164,8 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 
 /// Parses a group: its name or number.
 fn parse_group(text: &str) -> Result<u32, String> {
-    if let Ok(number) = text.parse() {
+    // The last one means none (chown(2)).
+    if let Some(number) = text.parse().ok().filter(|number| *number != u32::MAX) {
         return Ok(number);
     }
     let groups = std::fs::read_to_string("/etc/group").map_err(|error| format!("/etc/group: {error}"))?;

@@ -18,6 +18,9 @@ use crate::usage::misused;
 /// The first descriptor that systemd passes (`sd_listen_fds(3)`).
 const LISTEN_FDS_START: i32 = 3;
 
+/// The context of a host (vsock(7): `VMADDR_CID_HOST`).
+const VSOCK_HOST: u32 = 2;
+
 /// Returns the addresses to serve at: those of the command line, or the sockets that systemd passes.
 pub(super) fn all(args: &ServeArgs) -> Vec<Uri> {
     if !args.nbd.is_empty() {
@@ -73,7 +76,11 @@ pub(super) fn client_uri(listener: &Uri, export: &str, encrypted: bool) -> Strin
         Uri::Unix(path) => format!("{scheme}+unix:///{name}?socket={}", escaped(path.as_os_str().as_bytes())),
         Uri::Tcp { host, port } if host.contains(':') => format!("{scheme}://[{host}]:{port}/{name}"),
         Uri::Tcp { host, port } => format!("{scheme}://{host}:{port}/{name}"),
-        Uri::Vsock { cid, port } => format!("{scheme}+vsock://{cid}:{port}/{name}"),
+        // Who listens for all is the host to the machines on it.
+        Uri::Vsock { cid, port } => {
+            let cid = if *cid == u32::MAX { VSOCK_HOST } else { *cid };
+            format!("{scheme}+vsock://{cid}:{port}/{name}")
+        }
         other => other.to_string(),
     }
 }
@@ -118,7 +125,8 @@ mod tests {
         assert_eq!(uri("unix:x", "disk?1"), "nbd+unix:///disk%3F1?socket=x");
         assert_eq!(uri("tcp:localhost:10809", "a"), "nbd://localhost:10809/a");
         assert_eq!(uri("tcp:[::1]:1", ""), "nbd://[::1]:1/");
-        assert_eq!(uri("vsock:2:10809", "a"), "nbd+vsock://2:10809/a");
+        assert_eq!(uri("vsock:3:10809", "a"), "nbd+vsock://3:10809/a");
+        assert_eq!(uri("vsock:4294967295:10809", "a"), "nbd+vsock://2:10809/a");
         assert_eq!(uri("fd:3", ""), "fd:3");
         assert_eq!(client_uri(&"unix:x".parse().unwrap(), "", true), "nbds+unix:///?socket=x");
     }

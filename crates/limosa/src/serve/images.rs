@@ -178,8 +178,14 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             below: None,
         };
         let opened = open_at_start(&mut wanted).map_err(|error| explained(error, &wanted))?;
-        let export = exports.add(opened).context("use --name to tell them apart")?;
-        images.note(&export, wanted);
+        let disk = opened.disk();
+        match exports.add(opened) {
+            Ok(export) => images.note(&export, wanted),
+            Err(error) => {
+                let _ = block_on(disk.close());
+                return Err(error).context("use --name to tell them apart");
+            }
+        }
     }
     Ok(images)
 }

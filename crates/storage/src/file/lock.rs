@@ -183,11 +183,13 @@ fn holders(fd: BorrowedFd<'_>, byte: Option<libc::off_t>) -> LockHolders {
             byte.is_some_and(|byte| bytes.contains(&byte)) && identity(other).is_ok_and(|other| other == file)
         })
     };
-    let processes = other_holders(file);
-    match processes {
-        Some(processes) if !processes.is_empty() => LockHolders::Processes(processes),
-        _ if is_locked_here() => LockHolders::ThisProcess,
-        Some(_) => LockHolders::NoneVisible,
+    if is_locked_here() {
+        // Others that have it open, a copy that reads it, say, are not in the way.
+        return LockHolders::ThisProcess;
+    }
+    match other_holders(file) {
+        Some(processes) if processes.is_empty() => LockHolders::NoneVisible,
+        Some(processes) => LockHolders::Processes(processes),
         None => LockHolders::Unknown,
     }
 }

@@ -37,7 +37,7 @@ pub enum OpenError {
 pub enum LockHolders {
     /// Names and numbers of other processes that are visible; at most four.
     Processes(Vec<String>),
-    /// This process, and no other that is visible.
+    /// This process.
     ThisProcess,
     /// None of the processes that are visible.
     NoneVisible,

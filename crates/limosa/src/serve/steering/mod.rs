@@ -178,6 +178,10 @@ impl Steering {
 
     /// Says what helps if the sandbox may be why a file cannot be opened.
     fn explained(&self, error: anyhow::Error) -> anyhow::Error {
+        // What the kernel or the filesystem cannot do is no matter of permission.
+        let is_own_reason = error.chain().any(
+            |cause| matches!(cause.downcast_ref(), Some(ImageError::Storage(cause)) if cause.open_error().is_some()),
+        );
         let mut kinds = error.chain().filter_map(|cause| match cause.downcast_ref() {
             Some(ImageError::Storage(cause)) => Some(cause.source.kind()),
             _ => (cause.downcast_ref::<Arc<io::Error>>().map(|cause| cause.kind()))
@@ -186,23 +190,13 @@ impl Steering {
         });
         // Landlock answers with the first of them, and seccomp with the second.
         let is_forbidden = |kind| matches!(kind, io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported);
-        if self.confined && kinds.any(is_forbidden) {
-            if !self.has_folders {
-                let image = error.chain().find_map(|cause| match cause.downcast_ref() {
-                    Some(ImageError::Storage(cause)) => Some(format!("{}: ", cause.name)),
-                    _ => None,
-                });
-                let image = image.unwrap_or_default();
-                return anyhow::anyhow!(
-                    "{image}the server was started without --allow-dir: it can open no further image, and put no overlay on one; \
-                     start it with --allow-dir DIR"
-                );
-            }
-            let line = anyhow_error_line(&error);
-            return anyhow::anyhow!(
-                "{line}; images that are added, overlays, and the images below \
-                 them must be in folders of the server's --allow-dir"
-            );
+        if self.confined && !is_own_reason && kinds.any(is_forbidden) {
+            let why = if self.has_folders {
+                "images that are added, overlays, and the images below them must be in folders of the server's --allow-dir"
+            } else {
+                "the server was started without --allow-dir: it opens no further image, and puts no overlay on one"
+            };
+            return anyhow::anyhow!("{}; {why}", anyhow_error_line(&error));
         }
         error
     }
