@@ -100,6 +100,8 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
             stderr(),
         )?))
     };
+    // Before the guest is said to run: from then on a signal ends the recording.
+    let signals = StopSignals::register(&working_set)?;
     let done = go(RestoreRequest {
         monitor: &monitor,
         snapshot: &snapshot,
@@ -110,7 +112,6 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
         start_watchdog: &watchdog,
     });
     let phase = handles.engine.progress.read().phase;
-    let signals = StopSignals::register(&working_set)?;
     drop(handles);
     let mut report = match done {
         Ok(report) => report,
