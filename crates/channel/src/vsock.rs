@@ -49,7 +49,7 @@ impl VsockAddress {
     pub(crate) fn connecting_socket(within: Option<Duration>) -> io::Result<OwnedFd> {
         /// `SO_VM_SOCKETS_CONNECT_TIMEOUT` (`linux/vm_sockets.h`), for a `timeval` of this machine's words.
         const CONNECT_TIMEOUT: libc::c_int = 6;
-        /// Where nobody gives a limit.
+        /// The limit if none is given.
         const LONG: Duration = Duration::from_secs(24 * 60 * 60);
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(AddressFamily::VSOCK, SocketType::STREAM, flags, None)?;

@@ -82,7 +82,7 @@ impl SocketAccess {
         self
     }
 
-    /// Applies it to the file of a socket that does not listen yet: nobody can connect.
+    /// Applies it to the file of a socket that does not listen yet, so that no client can connect.
     fn apply(self, socket: &SocketFile) -> io::Result<()> {
         if self == Self::default() {
             return Ok(());
