@@ -105,7 +105,7 @@ pub struct NbdStorage {
     requests: Requests,
     read_only: bool,
     context: String,
-    /// The last extents that the server has told, of an export that is only read.
+    /// The extents that the server reported last, of an export that is only read.
     known: Mutex<Vec<ContextExtent>>,
     /// Changes in flight, if the unit is more than a byte.
     locks: Option<Arc<UnitLocks>>,
@@ -145,13 +145,13 @@ impl NbdStorage {
         let mut found: Vec<ContextExtent> = Vec::new();
         let mut at = range.start;
         while at < range.end {
-            let Some(told) = self.told(at, range.end)? else {
-                let why = format!("the server says nothing about {}", self.context);
+            let Some(extents) = self.extents_at(at, range.end)? else {
+                let why = format!("the server does not report {}", self.context);
                 let why = io::Error::new(io::ErrorKind::Unsupported, why);
                 return Err(self.requests.failure(Operation::Extents, &range, why));
             };
-            for ContextExtent { range: told, flags } in told {
-                let part = told.start.max(at)..told.end.min(range.end);
+            for ContextExtent { range: extent, flags } in extents {
+                let part = extent.start.max(at)..extent.end.min(range.end);
                 at = at.max(part.end);
                 match found.last_mut() {
                     _ if part.is_empty() => {}
@@ -180,9 +180,9 @@ impl NbdStorage {
         self.requests.around(range) != *range
     }
 
-    /// Returns what the server tells about the bytes from `at` on, at least one, and no extent that begins at `end` or
-    /// behind it, if it was told before; `None`: nothing.
-    fn told(&self, at: u64, end: u64) -> Result<Option<Vec<ContextExtent>>, StorageError> {
+    /// Returns extents from `at` on, at least one; `None`: the server does not report the context. Extents that are
+    /// known already end with the one that reaches `end`.
+    fn extents_at(&self, at: u64, end: u64) -> Result<Option<Vec<ContextExtent>>, StorageError> {
         let Self { requests, read_only, .. } = self;
         let Some(context) = requests.connection.agreed.context else { return Ok(None) };
         let mut known = self.known.lock();
@@ -201,15 +201,15 @@ impl NbdStorage {
         let expected = Expected::Extents { context, found: Vec::new() };
         let request = NewRequest { expected, ..NewRequest::plain(Command::BlockStatus, 0, &range) };
         let failure = |why| requests.failure(Operation::Extents, &range, why);
-        let told = match requests.connection.send(request).wait() {
-            Ok(Answer::Extents(told)) => told,
+        let reported = match requests.connection.send(request).wait() {
+            Ok(Answer::Extents(reported)) => reported,
             Ok(Answer::Failed(number)) => return Err(failure(failed(number))),
             Ok(Answer::Done) => return Ok(None),
             Err(error) => return Err(failure(io::Error::other(error))),
         };
         let mut from = range.start;
-        let mut extents = Vec::with_capacity(told.len());
-        for (length, flags) in told {
+        let mut extents = Vec::with_capacity(reported.len());
+        for (length, flags) in reported {
             let to = from.saturating_add(length).min(requests.size());
             if !to.is_multiple_of(requests.unit()) {
                 let why = "the server breaks the protocol: an extent is no whole unit";

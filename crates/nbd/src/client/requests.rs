@@ -67,25 +67,30 @@ impl Requests {
 
     pub(super) fn write(&self, operation: Operation, offset: u64, from: IoVector) -> Request {
         let range = offset..offset.saturating_add(from.len() as u64);
-        let flags = self.durable_flag();
-        let request = move |piece: Range<u64>| NewRequest {
-            payload: from.slice(to_usize(piece.start - offset)..to_usize(piece.end - offset)),
-            ..NewRequest::plain(Command::Write, flags, &piece)
-        };
-        let pieces = pieces(range.clone(), self.connection.agreed.payload.into());
-        self.durable(self.send(operation, range, pieces.map(request)))
+        self.write_pieces(operation, range, move |piece| {
+            from.slice(to_usize(piece.start - offset)..to_usize(piece.end - offset))
+        })
     }
 
     /// Writes zeros as contents: all pieces send the same buffer.
     pub(super) fn write_zeros(&self, operation: Operation, range: Range<u64>) -> Request {
         let zeros = Buffer::zeroed(to_usize((range.end - range.start).min(self.connection.agreed.payload.into())));
+        self.write_pieces(operation, range, move |piece| zeros.slice(0..to_usize(piece.end - piece.start)).into())
+    }
+
+    fn write_pieces(
+        &self,
+        operation: Operation,
+        range: Range<u64>,
+        payload: impl Fn(&Range<u64>) -> IoVector + Send + 'static,
+    ) -> Request {
         let flags = self.durable_flag();
-        let most = (zeros.len() as u64).max(1);
         let request = move |piece: Range<u64>| NewRequest {
-            payload: zeros.slice(0..to_usize(piece.end - piece.start)).into(),
+            payload: payload(&piece),
             ..NewRequest::plain(Command::Write, flags, &piece)
         };
-        self.durable(self.send(operation, range.clone(), pieces(range, most).map(request)))
+        let pieces = pieces(range.clone(), self.connection.agreed.payload.into());
+        self.durable(self.send(operation, range, pieces.map(request)))
     }
 
     /// A change without a payload.
