@@ -365,24 +365,20 @@ impl<'a> Walk<'a> {
             return Err(refused(by, &reference, why));
         }
         self.depth += 1;
-        // A second time a file would be in the way of the first one's locks. Opening one that has no identity reports
-        // what is wrong.
-        if let Some(identity) = reference.location.identity() {
-            self.seen.check(by, &reference, &identity)?;
-            if let Some(base) = &mut self.base {
-                base.look(self.depth, &identity);
-            }
+        let identity = self.seen.look(by, &reference.location)?;
+        if let (Some(identity), Some(base)) = (&identity, &mut self.base) {
+            base.look(self.depth, identity);
         }
         let opened = ImageFile::open(&reference, self.options()).await;
         let file = match (opened, by) {
-            // A file that exists is named by its own error, and one that does not is somebody's mistake.
+            // The error names the image that refers to the missing file, too.
             (Err(ImageError::Storage(error)), Some(by)) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(refused(by, &reference, error.source.to_string()));
             }
             (opened, _) => opened?,
         };
         if let Some(identity) = file.identity() {
-            self.seen.take(by, &reference, identity)?;
+            self.seen.take(by, &reference.location, identity)?;
         }
         self.last = Some(Arc::clone(file.storage.name()));
         Ok(Some(file))
@@ -428,13 +424,11 @@ impl Level {
         };
         let data_file = match data_file {
             Some(path) => {
-                let place = Location::File(path.clone());
-                if let Some(identity) = place.identity() {
-                    walk.seen.check(Some(image), &place, &identity)?;
-                }
+                let location = Location::File(path.clone());
+                walk.seen.look(Some(image), &location)?;
                 let storage =
                     FileStorage::open(&path, &file.reference.settings.override_options(walk.options().file()))?;
-                walk.seen.take(Some(image), &place, Identity::File(storage.identity()))?;
+                walk.seen.take(Some(image), &location, Identity::File(storage.identity()))?;
                 Some(storage)
             }
             None => None,
@@ -584,16 +578,26 @@ fn refused(image: &Arc<str>, reference: &dyn Display, why: String) -> ImageError
 struct Seen(Vec<Identity>);
 
 impl Seen {
-    fn take(&mut self, by: Option<&Arc<str>>, name: &dyn Display, identity: Identity) -> Result<(), ImageError> {
-        self.check(by, name, &identity)?;
+    /// Before a file is opened: a second time would be in the way of the first one's locks. One without an identity is
+    /// reported by the attempt to open it.
+    fn look(&self, by: Option<&Arc<str>>, location: &Location) -> Result<Option<Identity>, ImageError> {
+        let identity = location.identity();
+        if let Some(identity) = &identity {
+            self.check(by, location, identity)?;
+        }
+        Ok(identity)
+    }
+
+    fn take(&mut self, by: Option<&Arc<str>>, location: &Location, identity: Identity) -> Result<(), ImageError> {
+        self.check(by, location, &identity)?;
         self.0.push(identity);
         Ok(())
     }
 
-    fn check(&self, by: Option<&Arc<str>>, name: &dyn Display, identity: &Identity) -> Result<(), ImageError> {
+    fn check(&self, by: Option<&Arc<str>>, location: &Location, identity: &Identity) -> Result<(), ImageError> {
         match by {
             Some(by) if self.0.contains(identity) => {
-                Err(refused(by, name, "that file is already part of the chain".into()))
+                Err(refused(by, location, "that file is already part of the chain".into()))
             }
             _ => Ok(()),
         }
