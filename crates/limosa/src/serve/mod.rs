@@ -70,13 +70,11 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     allow_descriptors();
     let exports = Exports::new();
     let journals = journals::open(args.journal.as_ref())?;
-    let images = match open_images(args, journals, &exports) {
-        Ok(images) => images,
-        // Those that were opened before the one that failed.
-        Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
-    };
-    let servers = match Servers::bind(args, tls, &exports) {
-        Ok(servers) => Arc::new(servers),
+    let opened = open_images(args, journals, &exports)
+        .and_then(|images| Ok((images, Arc::new(Servers::bind(args, tls, &exports)?))));
+    let (images, servers) = match opened {
+        Ok(opened) => opened,
+        // Images may be open all the same: those before one that could not be.
         Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
     };
     let begun = Instant::now();

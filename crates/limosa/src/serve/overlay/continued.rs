@@ -59,9 +59,16 @@ pub(super) fn unmark(image: &Path) {
 
 /// As [`unmark`], if the disk continues in this overlay.
 pub(super) fn unmark_from(image: &Path, overlay: &Path) {
-    if std::fs::read(mark_of(image)).is_ok_and(|text| text == overlay.as_os_str().as_encoded_bytes()) {
+    if read(&mark_of(image)).is_ok_and(|marked| marked == overlay) {
         unmark(image);
     }
+}
+
+/// Returns the path of the overlay that a mark names.
+fn read(mark: &Path) -> std::io::Result<PathBuf> {
+    let mut text = String::new();
+    File::open(mark)?.take(PATH_MOST).read_to_string(&mut text)?;
+    Ok(text.into())
 }
 
 /// Returns how the image is opened in which the disk continues.
@@ -91,14 +98,10 @@ fn next(wanted: &Wanted) -> anyhow::Result<Option<PathBuf>> {
     let Ok(reference) = Reference::from_name(&source.name) else { return Ok(None) };
     let Some(path) = reference.path() else { return Ok(None) };
     let (image, mark) = (std::path::absolute(path)?, mark_of(&std::path::absolute(&source.name.0)?));
-    let mut text = String::new();
-    match File::open(&mark) {
+    let overlay = match read(&mark) {
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
-        opened => opened
-            .and_then(|file| file.take(PATH_MOST).read_to_string(&mut text))
-            .with_context(|| mark.display().to_string())?,
+        read => read.with_context(|| mark.display().to_string())?,
     };
-    let overlay = PathBuf::from(text);
     if !overlay.try_exists().with_context(|| overlay.display().to_string())? {
         return Ok(None);
     }
