@@ -136,7 +136,7 @@ pub(crate) struct ServeArgs {
 fn parse_address(text: &str) -> Result<Uri, String> {
     match text.parse() {
         Ok(Uri::File { .. } | Uri::Exec(_)) => {
-            Err("nobody can connect to it; must be unix:PATH, tcp:HOST:PORT, vsock:CID:PORT, fd:N or -".into())
+            Err("clients cannot connect to it; must be unix:PATH, tcp:HOST:PORT, vsock:CID:PORT, fd:N or -".into())
         }
         Ok(uri) => Ok(uri),
         Err(error) if ["unix:", "tcp:", "vsock:", "fd:"].iter().any(|scheme| text.starts_with(scheme)) => {

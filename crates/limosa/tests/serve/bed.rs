@@ -32,7 +32,7 @@ impl Bed {
         nbd_tool("nbdinfo", ["--version"]).unwrap();
         qemu_img(["--version"]).unwrap();
         let folder = scratch().unwrap();
-        // Made by nobody else, so that refused commands say one thing.
+        // It exists, so that a server does not print that it has created it: refused commands print one line.
         DirBuilder::new().mode(0o700).create(folder.path().join(JOURNALS)).unwrap();
         Self { folder }
     }

@@ -82,7 +82,7 @@ fn a_client_without_a_good_certificate_is_refused() {
         assert!(encrypted.nbdinfo(folder).is_err() && !encrypted.compare(folder), "{folder}");
     }
     assert_eq!(encrypted.nbdinfo("pki").unwrap().trim(), "1048576");
-    // Once: whoever reaches the port could fill the log.
+    // One line for both: a stranger must not be able to fill the log.
     let said = encrypted.serving.said();
     assert_eq!(said.matches("a client was refused by TLS").count(), 1, "{said}");
     encrypted.serving.stop();
