@@ -70,8 +70,11 @@ impl Drop for Scheduler {
 
 impl SharedQueue {
     fn run(&self) {
-        while let Some(job) = self.next() {
-            job.completion.complete(block_on(job.call.begin(&*job.storage)));
+        while let Some(Job { storage, call, completion }) = self.next() {
+            let outcome = block_on(call.begin(&*storage));
+            // Whoever waits for the last request may open the same file next: nothing holds it here any more.
+            drop(storage);
+            completion.complete(outcome);
         }
     }
 
