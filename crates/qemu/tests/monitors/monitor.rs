@@ -64,6 +64,9 @@ fn a_multifd_migration_that_breaks_is_held_until_its_settings_may_change() {
         monitor.apply_settings(&wish).unwrap();
         monitor.migrate(&format!("unix:{}", place.display()), false).unwrap();
         let channels: Vec<_> = (0..5).map(|_| listener.accept().unwrap()).collect();
+        // A connection that breaks earlier, while QEMU's migration thread waits for its channels for the first time, can
+        // leave that thread waiting for ever (`multifd_send_sync_main` of QEMU 10.0, called by its setup).
+        eventually("the migration is active", || monitor.migration().unwrap().status == MigrationStatus::Active);
         assert!(monitor.holds_migration().unwrap());
         assert!(!monitor.wait_migration_released(Duration::from_millis(20)).unwrap());
         drop((channels, listener));
