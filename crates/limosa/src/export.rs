@@ -73,7 +73,7 @@ impl<'a> Target<'a> {
                 snapshot.export(own, Path::new("standard output"), &handles.engine)?
             }
             Self::Stream(stream) => snapshot.export_file(UnnamedFile::create(stream, args.force)?, &handles.engine)?,
-            Self::Inside { image, tag } => vm_state::put(snapshot, image, tag, &handles.engine)?,
+            Self::Inside { image, tag } => vm_state::put(snapshot, image, tag, &args.disk, &handles.engine)?,
         };
         drop(handles);
         Ok(stats)

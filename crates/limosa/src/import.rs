@@ -31,7 +31,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     }
     let (foreign, feeder) = match &args.tag {
         Some(tag) => {
-            let (foreign, feeder) = vm_state::open(&args.stream, tag, args.force_share)?;
+            let (foreign, feeder) = vm_state::open(&args.stream, tag, &args.disk, args.force_share)?;
             (foreign, Some(feeder))
         }
         None => (open(&args.stream)?, None),

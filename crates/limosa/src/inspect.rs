@@ -35,7 +35,7 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     }
     let (summary, snapshot) = match &args.tag {
         Some(tag) => {
-            let (foreign, feeder) = vm_state::open(&args.file, tag, args.force_share)?;
+            let (foreign, feeder) = vm_state::open(&args.file, tag, &args.disk, args.force_share)?;
             let converted = Stored::Foreign(foreign).snapshot("to look into it", true);
             (feeder.after(converted)?.summary(), None)
         }

@@ -12,6 +12,7 @@ mod clone;
 mod compare;
 mod ctl;
 mod detach;
+mod disk_set;
 mod endpoint;
 mod export;
 mod img;

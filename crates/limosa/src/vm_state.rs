@@ -6,7 +6,6 @@ use std::thread::{self, JoinHandle};
 use std::time::SystemTime;
 
 use anyhow::Context as _;
-use limosa_image::Format;
 use limosa_image::chain::{ImageFile, OpenOptions, VmState};
 use limosa_image::qcow2::{CheckOptions, SnapshotChoice, VmStateWriter};
 use limosa_image::reference::Reference;
@@ -15,6 +14,8 @@ use limosa_migrate::stats::PrecopyStats;
 use limosa_page::to_usize;
 use limosa_snapshot::{Foreign, Snapshot};
 use limosa_storage::{Buffer, LockPolicy, Storage, block_on};
+
+use crate::disk_set::{self, NewSnapshots};
 
 /// Bytes that are read at once.
 const PIECE: u64 = 1 << 20;
@@ -33,14 +34,21 @@ impl Feeder {
     }
 }
 
-/// Opens the state of a snapshot in an image.
+/// Opens the state of a snapshot in an image. `others`: the other disks of the VM, which must have the same snapshot.
 ///
 /// # Errors
-/// The snapshot has no state of a VM; the image cannot be opened, or another process writes it; the state is no
-/// migration stream.
-pub(crate) fn open(image: &Path, tag: &SnapshotChoice, force_share: bool) -> anyhow::Result<(Foreign, Feeder)> {
+/// As [`disk_set::check`]; the snapshot has no state of a VM; the image cannot be opened, or another process writes it;
+/// the state is no migration stream.
+pub(crate) fn open(
+    image: &Path,
+    tag: &SnapshotChoice,
+    others: &[PathBuf],
+    force_share: bool,
+) -> anyhow::Result<(Foreign, Feeder)> {
     let lock = if force_share { LockPolicy::None } else { LockPolicy::Auto };
-    let state = block_on(VmState::open(&Reference::from_name(image)?, tag, &OpenOptions::default().lock(lock)))?;
+    let options = OpenOptions::default().lock(lock);
+    disk_set::check(image, tag, others, &options)?;
+    let state = block_on(VmState::open(&Reference::from_name(image)?, tag, &options))?;
     let (read, write) = std::io::pipe().context("a pipe")?;
     let thread = thread::Builder::new().name("vm-state".into());
     let feeder = Feeder(thread.spawn(move || feed(&state, write)).context("cannot start a thread")?);
@@ -71,17 +79,25 @@ fn feed(state: &VmState, mut pipe: PipeWriter) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Puts the VM of a snapshot into a new internal snapshot of an image, durably.
+/// Puts the VM of a snapshot into a new internal snapshot of an image, durably. `others`: the other disks of the VM,
+/// which get a snapshot of the same name and time.
 ///
 /// # Errors
-/// The image cannot be opened, is no qcow2 image, or another process has it open; the snapshot cannot be read. Then the
-/// image is as it was.
-pub(crate) fn put(snapshot: &Snapshot, image: &Path, name: &str, handle: &Handle) -> anyhow::Result<PrecopyStats> {
+/// An image cannot be opened, is no qcow2 image, has a snapshot of this name, or another process has it open; the
+/// snapshot cannot be read. Then the images are as they were.
+pub(crate) fn put(
+    snapshot: &Snapshot,
+    image: &Path,
+    name: &str,
+    others: &[PathBuf],
+    handle: &Handle,
+) -> anyhow::Result<PrecopyStats> {
     let file = block_on(ImageFile::open(&Reference::from_name(image)?, &OpenOptions::default()))?;
-    anyhow::ensure!(file.format == Format::Qcow2, "{}: format raw has no internal snapshots", image.display());
+    disk_set::refuse_taken(image, &file, name)?;
     let (read, write) = std::io::pipe().context("a pipe")?;
     let taken = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let taken = (u32::try_from(taken.as_secs()).unwrap_or(u32::MAX), taken.subsec_nanos());
+    let mut others = NewSnapshots::begin(others, name, taken)?;
     let storage = &*file.storage;
     thread::scope(|scope| {
         let writer = scope.spawn(move || take(storage, name, read));
@@ -90,16 +106,21 @@ pub(crate) fn put(snapshot: &Snapshot, image: &Path, name: &str, handle: &Handle
             writer.join().map_err(|_| anyhow::anyhow!("the image cannot be written; this is a bug in limosa"))?;
         // A stream that nobody takes fails as well, and not by itself.
         let mut writer = writer?;
-        match sent {
-            Ok(stats) => {
-                block_on(writer.finish(name, taken))?;
-                Ok(stats)
-            }
+        let stats = match sent.map_err(anyhow::Error::from).and_then(|stats| others.take().map(|()| stats)) {
+            Ok(stats) => stats,
             Err(error) => {
+                others.undo();
                 block_on(writer.undo());
-                Err(error.into())
+                return Err(error);
             }
+        };
+        // The disk with the state is the last one.
+        let finished = block_on(writer.finish(name, taken));
+        if finished.is_err() {
+            others.undo();
         }
+        finished?;
+        Ok(stats)
     })
 }
 

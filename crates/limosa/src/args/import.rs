@@ -24,6 +24,10 @@ pub(crate) struct ImportArgs {
     #[arg(long, value_name = "SNAPSHOT", value_parser = parse_snapshot, conflicts_with = "xml")]
     pub(crate) tag: Option<SnapshotChoice>,
 
+    /// With --tag: another disk of the VM, which must have the same snapshot, of the same moment. May be repeated
+    #[arg(long, value_name = "IMAGE", requires = "tag")]
+    pub(crate) disk: Vec<PathBuf>,
+
     /// With --tag: read the image although a VM has it open. Do not delete the snapshot meanwhile
     #[arg(short = 'U', long, requires = "tag")]
     pub(crate) force_share: bool,
@@ -62,6 +66,10 @@ pub(crate) struct ExportArgs {
     /// With --into: name of the new internal snapshot
     #[arg(long, value_name = "NAME", requires = "into")]
     pub(crate) tag: Option<String>,
+
+    /// With --into: another disk of the VM, which gets a snapshot of the same name and time. May be repeated
+    #[arg(long, value_name = "IMAGE", requires = "into")]
+    pub(crate) disk: Vec<PathBuf>,
 
     /// Replace the file if it exists
     #[arg(long, conflicts_with = "into")]

@@ -45,6 +45,10 @@ pub(crate) struct InspectArgs {
         conflicts_with_all = ["diff", "against_qmp", "qemu_args", "changed"])]
     pub(crate) tag: Option<SnapshotChoice>,
 
+    /// With --tag: another disk of the VM, which must have the same snapshot, of the same moment. May be repeated
+    #[arg(long, value_name = "IMAGE", requires = "tag")]
+    pub(crate) disk: Vec<PathBuf>,
+
     /// With --tag: read the image although a VM has it open. Do not delete the snapshot meanwhile
     #[arg(short = 'U', long, requires = "tag")]
     pub(crate) force_share: bool,

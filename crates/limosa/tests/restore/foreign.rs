@@ -284,3 +284,59 @@ fn a_vm_that_was_saved_inside_its_disk_comes_back_lazily() {
         limosa(&scene, &[&import[..], &["disk only"]].concat()).one_line(&["has no state of a VM"]);
     }
 }
+
+#[test]
+fn all_disks_of_a_vm_have_its_snapshot_or_it_is_refused() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let [first, second, third] = ["first", "second", "third"].map(|name| scene.path(name));
+    for disk in [&first, &second, &third] {
+        qemu_img(["create", "-q", "-f", "qcow2", text(disk), "16M"]).unwrap();
+    }
+    let machine = |disks: [&Path; 2]| {
+        let other =
+            json!({ "driver": "qcow2", "node-name": "other", "file": { "driver": "file", "filename": disks[1] } });
+        with_disk(beat(), text(disks[0])).argument("-blockdev").argument(&other.to_string())
+    };
+    let source = machine([&first, &second]).start().unwrap();
+    source.wait_heartbeats(2).unwrap();
+    load_ballast(&source);
+    source.stop().unwrap();
+    let words = json!({ "job-id": "all", "tag": "all", "vmstate": "disk", "devices": ["disk", "other"] });
+    source.execute("snapshot-save", words).unwrap();
+    wait_for("the VM inside its disks", || {
+        let jobs = source.execute("query-jobs", json!({})).unwrap();
+        (jobs[0]["status"] == "concluded" && jobs[0]["error"].is_null()).then_some(())
+    });
+    let saved =
+        Saved { snapshot: first.clone(), beat: source.check_heartbeat().unwrap(), lap: source.last_pass().unwrap() };
+    drop(source);
+    let snapshot = scene.path("imported");
+    let import = |disks: &[&Path]| {
+        let disks: Vec<_> = disks.iter().flat_map(|disk| ["--disk", text(disk)]).collect();
+        let words = ["import", text(&first), text(&snapshot), "--force", "--no-sync", "--tag", "all"];
+        limosa(&scene, &[&words[..], &disks].concat())
+    };
+    import(&[&third]).one_line(&["third", "no snapshot with the name \"all\"", "first"]);
+    qemu_img(["snapshot", "-c", "all", text(&third)]).unwrap();
+    import(&[&second, &third]).one_line(&["third", "not of the moment"]);
+    assert!(!snapshot.exists());
+    import(&[&second]).success();
+    // Into a set: all of it, or nothing.
+    let [fourth, fifth] = ["fourth", "fifth"].map(|name| scene.path(name));
+    for disk in [&fourth, &fifth] {
+        qemu_img(["create", "-q", "-f", "qcow2", text(disk), "16M"]).unwrap();
+    }
+    let export = |other: &Path| {
+        limosa(&scene, &["export", text(&snapshot), "--into", text(&fourth), "--tag", "all", "--disk", text(other)])
+    };
+    export(&third).one_line(&["third", "has a snapshot with the name \"all\" already"]);
+    export(&fourth).one_line(&["fourth"]);
+    let has_snapshots = |disk: &Path| qemu_img(["snapshot", "-l", text(disk)]).unwrap().contains("all");
+    assert!(!has_snapshots(&fourth) && !has_snapshots(&fifth));
+    export(&fifth).success();
+    assert!(has_snapshots(&fourth) && has_snapshots(&fifth));
+    let loaded = machine([&fourth, &fifth]).argument("-loadvm").argument("all").start().unwrap();
+    saved.assert_goes_on(&loaded);
+    assert_ballast(&loaded);
+}

@@ -25,7 +25,9 @@ pub enum SnapshotChoice {
 }
 
 impl SnapshotChoice {
-    fn find<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
+    /// Returns the snapshot among these.
+    #[must_use]
+    pub fn find<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
         snapshots.get(self.position(snapshots)?)
     }
 
