@@ -6,6 +6,8 @@
 
 use std::sync::Arc;
 
+use limosa_storage::Storage;
+
 use super::resize::{NewSize, ResizeError, ResizeOptions, resize};
 use crate::chain::{self, ImageFile, OpenOptions};
 use crate::error::ImageError;
@@ -27,6 +29,8 @@ pub struct AmendOptions {
     pub lazy_refcounts: Option<bool>,
     /// The length of a qcow2 image's disk in bytes. What is behind a new end is lost.
     pub size: Option<u64>,
+    /// The width of refcounts in bits: 1 to 64, a power of two. Of qcow2 images of version 3.
+    pub refcount_bits: Option<u32>,
     /// Whether a change of key slots may make all data unreadable.
     pub force: bool,
 }
@@ -35,11 +39,13 @@ setters!(AmendOptions {
     key_slots: Option<KeySlotChange>,
     version: Option<u32>,
     lazy_refcounts: Option<bool>,
+    refcount_bits: Option<u32>,
     size: Option<u64>,
     force: bool,
 });
 
-/// Changes options of an image, in this order: a newer version, refcounts, the length, an older version, key slots.
+/// Changes options of an image, in this order: a newer version, the width of refcounts, when they are written, the
+/// length, an older version, key slots.
 /// Nothing else uses the image.
 ///
 /// # Errors
@@ -50,8 +56,8 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     let file = ImageFile::open(reference, &open).await?;
     let image = Arc::clone(file.storage.name());
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(&image), what };
-    let AmendOptions { key_slots, version, lazy_refcounts, size, force } = options;
-    let of_qcow2 = version.is_some() || lazy_refcounts.is_some() || size.is_some();
+    let AmendOptions { key_slots, version, lazy_refcounts, refcount_bits, size, force } = options;
+    let of_qcow2 = version.is_some() || lazy_refcounts.is_some() || refcount_bits.is_some() || size.is_some();
     match file.format {
         Format::Luks if !of_qcow2 => {}
         Format::Qcow2 => {}
@@ -62,15 +68,19 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     }
     let (storage, check) = (&*file.storage, CheckOptions::default());
     if *version == Some(2) {
-        qcow2::check_downgrade(storage, check).await?;
+        qcow2::check_downgrade(storage, *refcount_bits, check).await?;
     }
-    if let Some(change) = key_slots {
-        let area = luks_area(&file, check).await?;
+    // It is checked once more when it is done: only for what comes before.
+    if let Some(change) = key_slots.as_ref().filter(|_| of_qcow2) {
+        let (place, area) = luks_area(&file, check).await?;
         let passphrase = chain::passphrase(&*file.storage, &file.reference, &open.secrets)?;
-        luks::check_key_slot_change(storage, area, passphrase, change, *force).await?;
+        luks::check_key_slot_change(place, area, passphrase, change, *force).await?;
     }
     if *version == Some(3) {
         qcow2::change_version(storage, 3, check).await?;
+    }
+    if let Some(bits) = refcount_bits {
+        qcow2::change_refcount_bits(storage, *bits, check).await?;
     }
     if let Some(lazy) = lazy_refcounts {
         qcow2::change_lazy_refcounts(storage, *lazy, check).await?;
@@ -91,19 +101,24 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     }
     // Last: what came before may have been opened with a passphrase that they take away.
     if let Some(change) = key_slots {
+        let area = luks_area(&file, check).await?;
         let passphrase = chain::passphrase(&*file.storage, &file.reference, &open.secrets)?;
-        match luks_area(&file, check).await? {
-            None => luks::change_key_slots(&*file.storage, passphrase, change, *force).await?,
-            Some(area) => luks::change_key_slots_at(&*file.storage, area, passphrase, change, *force).await?,
+        match area {
+            (place, None) => luks::change_key_slots(place, passphrase, change, *force).await?,
+            (place, Some(area)) => luks::change_key_slots_at(place, area, passphrase, change, *force).await?,
         }
     }
     Ok(())
 }
 
-/// Where a qcow2 image that is in order has its LUKS header; `None`: the file begins with it.
-async fn luks_area(file: &ImageFile, check: CheckOptions) -> Result<Option<(u64, u64)>, ImageError> {
+/// The storage that has the LUKS header of an image that is in order, and the header's area in it; `None`: the storage
+/// begins with the header, and the disk is behind it.
+async fn luks_area(file: &ImageFile, check: CheckOptions) -> Result<(&dyn Storage, Option<(u64, u64)>), ImageError> {
+    if let Some(header) = &file.header {
+        return Ok((&**header, Some((0, header.length()?))));
+    }
     if file.format == Format::Luks {
-        return Ok(None);
+        return Ok((&*file.storage, None));
     }
     let header = qcow2::sound(&*file.storage, check).await?;
     let area = header.extensions.encryption.filter(|_| header.encryption == Encryption::Luks);
@@ -111,5 +126,6 @@ async fn luks_area(file: &ImageFile, check: CheckOptions) -> Result<Option<(u64,
     let area = area.filter(|(at, _)| is_aligned(at.0));
     let image = Arc::clone(file.storage.name());
     let what = "it is not encrypted with LUKS".to_owned();
-    area.map(|(at, length)| Some((at.0, length))).ok_or(ImageError::Unsupported { image, what })
+    let area = area.map(|(at, length)| (&*file.storage, Some((at.0, length))));
+    area.ok_or(ImageError::Unsupported { image, what })
 }

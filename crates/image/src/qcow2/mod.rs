@@ -24,7 +24,7 @@ pub(crate) use format::header::MAGIC;
 pub use format::header::{Backing, Encryption, Header};
 pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
-pub use offline::amend::{change_lazy_refcounts, change_version};
+pub use offline::amend::{change_lazy_refcounts, change_refcount_bits, change_version};
 pub(crate) use offline::amend::{check_downgrade, sound};
 pub use offline::backing::change_backing;
 pub use offline::bitmaps::change_bitmap;

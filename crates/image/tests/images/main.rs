@@ -1,5 +1,6 @@
 //! Images opened, read, created, described, committed, rebased, and with snapshots.
 
+mod amend;
 mod bitmaps;
 mod chain;
 mod commit;

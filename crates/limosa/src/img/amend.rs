@@ -7,7 +7,6 @@ use anyhow::Context as _;
 use limosa_image::amend::{self, amend};
 use limosa_image::chain::{ImageFile, NamedImage};
 use limosa_image::luks::{DEFAULT_ITER_TIME, KeySlotChange};
-use limosa_image::qcow2::Header;
 use limosa_image::{Format, Progress};
 use limosa_storage::block_on;
 
@@ -32,13 +31,14 @@ pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
     let NamedImage { reference, options: open, .. } = open::resolve(source)?;
     let file = block_on(ImageFile::open(&reference, &open.clone().read_only(true)))?;
     let asked = FormatOptions::to_amend(file.format, &options.options).with_context(|| source.name.to_string())?;
-    refuse(&asked, &file)?;
+    refuse(&asked)?;
     drop(file);
     let prefix = if asked.format() == Format::Qcow2 { "encrypt." } else { "" };
     let changes = amend::AmendOptions::default()
         .key_slots(key_slots(&asked, prefix)?)
         .version(version(&asked)?)
         .lazy_refcounts(asked.on_off("lazy_refcounts"))
+        .refcount_bits(asked.number("refcount_bits").map(u32::try_from).transpose().context("-o refcount_bits")?)
         .size(asked.number("size"))
         .force(options.force);
     let meter = Meter::new("amend", options.progress, options.quiet, None);
@@ -50,21 +50,12 @@ pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
 }
 
 /// Refuses what qemu-img refuses, too, and what limosa does not have.
-fn refuse(asked: &FormatOptions, file: &ImageFile) -> anyhow::Result<()> {
+fn refuse(asked: &FormatOptions) -> anyhow::Result<()> {
     if let Some(name) = asked.first_of("backing_f") {
         anyhow::bail!("-o {name}: use {} rebase", program::img());
     }
     if asked.path("data_file").is_some() {
         anyhow::bail!("-o data_file: not supported; use stock qemu-img");
-    }
-    if let Some(bits) = asked.number("refcount_bits") {
-        let header = block_on(Header::read(&*file.storage))?;
-        let has = 1_u64 << header.refcount_order;
-        anyhow::ensure!(
-            bits == has,
-            "-o refcount_bits={bits}: the image has {has}; use {} convert -o refcount_bits={bits}",
-            program::img()
-        );
     }
     Ok(())
 }

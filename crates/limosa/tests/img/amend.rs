@@ -117,6 +117,37 @@ fn several_options_are_all_checked_before_the_first_one_changes() {
 }
 
 #[test]
+fn contents_stay_when_refcounts_and_zero_clusters_are_written_anew() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "raw", "base", "3M"]);
+    bed.qemu_io("base", &["write -q -P 5 0 3M"]);
+    for below in [&[][..], &["-b", "base", "-F", "raw"]] {
+        for options in ["refcount_bits=8", "refcount_bits=64", "refcount_bits=2,lazy_refcounts=on", "compat=0.10"] {
+            bed.create(&[&["-f", "qcow2"], below, &["x", "3M"]].concat());
+            bed.qemu_io("x", &["write -q -P 7 100k 700k", "write -q -z 300k 200k", "write -q -z 2M 300k"]);
+            bed.qemu_img(&["snapshot", "-c", "one", "x"]).success();
+            bed.qemu_io("x", &["write -q -z 0 64k", "write -q -z -u 400k 200k", "write -q -P 9 2100k 5k"]);
+            bed.qemu_img(&["convert", "-O", "raw", "x", "disk"]).success();
+            bed.qemu_img(&["convert", "-O", "raw", "-l", "one", "x", "snapshot"]).success();
+            let ended = bed.limosa(&["amend", "-q", "-f", "qcow2", "-o", options, "x"]);
+            assert_eq!(ended.status.code(), Some(0), "{options}: {}", ended.stderr);
+            bed.qemu_img(&["check", "x"]).success();
+            bed.qemu_img(&["compare", "x", "disk"]).success();
+            bed.qemu_img(&["convert", "-O", "raw", "-l", "one", "x", "again"]).success();
+            bed.qemu_img(&["compare", "snapshot", "again"]).success();
+            let info = bed.qemu_img(&["info", "--output", "json", "x"]).success().json();
+            let specific = &info["format-specific"]["data"];
+            match options.split_once('=').unwrap() {
+                ("compat", version) => assert_eq!(specific["compat"], version),
+                (_, bits) => assert_eq!(specific["refcount-bits"].to_string(), bits.split(',').next().unwrap()),
+            }
+            bed.both_refuse(&["amend", "-q", "-f", "qcow2", "-o", "refcount_bits=1", "x"], "refcount");
+        }
+    }
+}
+
+#[test]
 fn options_of_qcow2_images_are_amended_as_by_stock_tools() {
     needs_qemu!();
     let bed = Bed::new();

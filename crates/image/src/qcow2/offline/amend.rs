@@ -7,29 +7,35 @@ use std::sync::Arc;
 
 use limosa_storage::Storage;
 
-use super::check::{CheckOptions, Repair, has_zero_clusters, repair};
+use super::check::{CheckOptions, Repair, expand_zero_clusters, has_zero_clusters, rebuild_as, repair};
 use super::header_change::replace_header;
 use crate::compression::Compression;
 use crate::error::ImageError;
 use crate::qcow2::format::feature::{FeatureName, Features};
-use crate::qcow2::format::header::Header;
+use crate::qcow2::format::header::{Encryption, Header};
 use crate::qcow2::format::snapshot_table;
 
 /// Makes an image one of this version (2: `compat=0.10`, 3: `compat=1.1`), durably. The image is not used by anything
 /// else meanwhile, and is not open as a disk. An image that was not closed is repaired first.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`]: it has something that version 2 does not have, or snapshots without what version 3
+/// [`ImageError::Unsupported`]: it has something that version 2 does not have (clusters that are said to be zeros get
+/// contents instead), or snapshots without what version 3
 /// needs; [`ImageError::NeedsRepair`]: it is damaged; what the storage says.
 pub async fn change_version(file: &dyn Storage, version: u32, options: CheckOptions) -> Result<(), ImageError> {
-    let old = sound(file, options).await?;
+    let mut old = sound(file, options).await?;
     let unsupported = |what: String| Err(ImageError::Unsupported { image: Arc::clone(file.name()), what });
     let mut new = old.clone();
     new.version = version;
     match version {
         _ if version == old.version => return Ok(()),
         2 => {
-            refuse_newer(file, &old, options).await?;
+            refuse_newer(file, &old, old.refcount_order, options).await?;
+            if has_zero_clusters(file, &old, options).await? {
+                expand_zero_clusters(file, &mut old, options).await?;
+                new.clone_from(&old);
+                new.version = version;
+            }
             new.features = Features::default();
             new.extensions.feature_names.clear();
             new.unknown_fields.clear();
@@ -49,20 +55,71 @@ pub async fn change_version(file: &dyn Storage, version: u32, options: CheckOpti
     replace_header(file, &old, new).await
 }
 
-/// Checks that an image can become one of version 2.
+/// Checks that an image can become one of version 2. `refcount_bits`: the width that its refcounts get before.
 ///
 /// # Errors
 /// As of [`change_version`].
-pub(crate) async fn check_downgrade(file: &dyn Storage, options: CheckOptions) -> Result<(), ImageError> {
+pub(crate) async fn check_downgrade(
+    file: &dyn Storage,
+    refcount_bits: Option<u32>,
+    options: CheckOptions,
+) -> Result<(), ImageError> {
     let header = sound(file, options).await?;
-    if header.version > 2 { refuse_newer(file, &header, options).await } else { Ok(()) }
+    let order = match refcount_bits {
+        Some(bits) => refcount_order(file, bits)?,
+        None => header.refcount_order,
+    };
+    if header.version > 2 { refuse_newer(file, &header, order, options).await } else { Ok(()) }
 }
 
-/// Refuses an image that has something that version 2 does not have.
-async fn refuse_newer(file: &dyn Storage, header: &Header, options: CheckOptions) -> Result<(), ImageError> {
-    let Some(what) = newer(file, header, options).await? else { return Ok(()) };
+/// Refuses an image that has something that version 2 does not have. `order`: the width of its refcounts.
+async fn refuse_newer(
+    file: &dyn Storage,
+    header: &Header,
+    order: u32,
+    options: CheckOptions,
+) -> Result<(), ImageError> {
+    let Some(what) = newer(file, header, order, options).await? else { return Ok(()) };
     let what = format!("it has {what}, which version 2 does not have");
     Err(ImageError::Unsupported { image: Arc::clone(file.name()), what })
+}
+
+/// The logarithm of a number of bits that a refcount can have.
+fn refcount_order(file: &dyn Storage, bits: u32) -> Result<u32, ImageError> {
+    if bits.is_power_of_two() && bits <= 64 {
+        return Ok(bits.ilog2());
+    }
+    let what = format!("refcounts of {bits} bits: must be 1 to 64, a power of two");
+    Err(ImageError::Unsupported { image: Arc::clone(file.name()), what })
+}
+
+/// Gives the refcounts of an image another width in bits, durably: new ones are written beside the old ones, then the
+/// header names them. As [`change_version`] otherwise. Space that was leaked is free afterwards.
+///
+/// # Errors
+/// [`ImageError::Unsupported`]: it is of version 2, there is no such width, or a cluster has more references than so
+/// many bits can say; [`ImageError::NeedsRepair`]: it is damaged; what the storage says.
+pub async fn change_refcount_bits(file: &dyn Storage, bits: u32, options: CheckOptions) -> Result<(), ImageError> {
+    let order = refcount_order(file, bits)?;
+    let header = sound(file, options).await?;
+    if header.refcount_order == order {
+        return Ok(());
+    }
+    if header.version < 3 {
+        let what = "refcounts of other than 16 bits need compat=1.1".to_owned();
+        return Err(ImageError::Unsupported { image: Arc::clone(file.name()), what });
+    }
+    // The flags of entries say what refcounts say now, leaks included: the new ones are counted without them.
+    if !repair(file, Repair::Leaks, options).await?.is_clean() {
+        return Err(damaged(file));
+    }
+    let mut header = Header::read(file).await?;
+    rebuild_as(file, &mut header, order, options).await
+}
+
+fn damaged(file: &dyn Storage) -> ImageError {
+    let what = "it is damaged: check and repair it before it is amended".to_owned();
+    ImageError::NeedsRepair { image: Arc::clone(file.name()), what }
 }
 
 /// Has refcounts of an image be written late or not, durably. As [`change_version`] otherwise.
@@ -91,17 +148,21 @@ pub(crate) async fn sound(file: &dyn Storage, options: CheckOptions) -> Result<H
         header = Header::read(file).await?;
     }
     if header.features.dirty() || header.features.corrupt() {
-        let what = "it is damaged: check and repair it before it is amended".to_owned();
-        return Err(ImageError::NeedsRepair { image: Arc::clone(file.name()), what });
+        return Err(damaged(file));
     }
     Ok(header)
 }
 
 /// Something that an image has, and that there is only in version 3.
-async fn newer(file: &dyn Storage, header: &Header, options: CheckOptions) -> Result<Option<&'static str>, ImageError> {
+async fn newer(
+    file: &dyn Storage,
+    header: &Header,
+    order: u32,
+    options: CheckOptions,
+) -> Result<Option<&'static str>, ImageError> {
     let features = &header.features;
     let found = [
-        (header.refcount_order != 4, "refcounts of other than 16 bits"),
+        (order != 4, "refcounts of other than 16 bits"),
         (features.data_file(), "a data file"),
         (features.extended_l2(), "subclusters"),
         (header.compression != Compression::Zlib, "another compression than zlib"),
@@ -120,7 +181,10 @@ async fn newer(file: &dyn Storage, header: &Header, options: CheckOptions) -> Re
             return Ok(Some("snapshots with a VM's state of 4 GiB or more"));
         }
     }
-    Ok(has_zero_clusters(file, header, options).await?.then_some("zero clusters"))
+    // Zeros that are written in their place would have to be encrypted.
+    let is_encrypted = header.encryption != Encryption::None;
+    Ok((is_encrypted && has_zero_clusters(file, header, options).await?)
+        .then_some("zero clusters in encrypted contents"))
 }
 
 #[cfg(test)]

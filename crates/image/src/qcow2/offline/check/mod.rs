@@ -37,10 +37,11 @@ mod walk;
 mod zero_clusters;
 
 pub(in crate::qcow2) use ahead::admit_header;
+pub(in crate::qcow2) use rebuild::rebuild_as;
 pub(crate) use repair::repair_with;
 pub use repair::{repair, repair_encrypted};
 pub use report::{CheckOptions, CheckReport, Finding, FindingKind, Repair};
-pub(in crate::qcow2) use zero_clusters::has_zero_clusters;
+pub(in crate::qcow2) use zero_clusters::{expand_zero_clusters, has_zero_clusters};
 
 /// Checks a qcow2 image, and changes nothing.
 ///

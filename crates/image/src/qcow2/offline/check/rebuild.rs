@@ -4,6 +4,8 @@
 //! referred to, and made durable; then one write of the header's fields puts them in the place of the old ones. Until
 //! then the image is as it was.
 
+use std::sync::Arc;
+
 use limosa_page::{broken_invariant, invariant, to_u64, to_usize};
 use limosa_storage::Storage;
 
@@ -14,6 +16,7 @@ use super::tables;
 use super::walk::{Image, Pass, What, l1_gone};
 use crate::error::ImageError;
 use crate::offset::HostOffset;
+use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::{Header, REFCOUNT_TABLE_MOST};
 use crate::qcow2::format::refcount_array;
 
@@ -64,10 +67,25 @@ pub(super) async fn rebuild(
     header: &mut Header,
     options: CheckOptions,
 ) -> Result<(), ImageError> {
+    let order = header.refcount_order;
+    rebuild_as(storage, header, order, options).await
+}
+
+/// As [`rebuild`], with refcounts of 2^`order` bits.
+///
+/// # Errors
+/// [`ImageError::Unsupported`]: a cluster has more references than such a refcount can say.
+pub(in crate::qcow2) async fn rebuild_as(
+    storage: &dyn Storage,
+    header: &mut Header,
+    order: u32,
+    options: CheckOptions,
+) -> Result<(), ImageError> {
     let image = Image::open(storage, header, options).await?;
     let geometry = image.bounds.geometry;
     let (size, bits) = (geometry.cluster_size(), geometry.cluster_bits);
-    let each = geometry.refcounts_per_block();
+    let new = Geometry { refcount_order: order, ..geometry };
+    let each = new.refcounts_per_block();
     if let Some(count) = cut_off(&image) {
         // Before the file becomes longer. Otherwise they would end within it, and lie on what others refer to, for a
         // repair that follows one that was cut short.
@@ -91,7 +109,14 @@ pub(super) async fn rebuild(
             if start / each > REFCOUNT_TABLE_MOST / 8 {
                 return Err(too_far(storage, start.div_ceil(each) * 8));
             }
-            if kept.counts.get(cluster).is_some_and(|count| count > 0) && used.last() != Some(&(cluster / each)) {
+            let count = kept.counts.get(cluster).unwrap_or(0);
+            if count > new.refcount_max() {
+                let bits = new.refcount_bits();
+                let what =
+                    format!("cluster {cluster} has {count} references, which a refcount of {bits} bits cannot say");
+                return Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what });
+            }
+            if count > 0 && used.last() != Some(&(cluster / each)) {
                 used.push(cluster / each);
             }
         }
@@ -110,7 +135,7 @@ pub(super) async fn rebuild(
             tables::put(storage, at, piece).await?;
         }
     }
-    write_blocks(&image, &layout, what).await?;
+    write_blocks(&image, &new, &layout, what).await?;
     let mut table = vec![0; to_usize(table_bytes)];
     for (place, number) in layout.blocks.iter().enumerate() {
         let entry = (layout.table.end + place as u64) << bits;
@@ -125,6 +150,7 @@ pub(super) async fn rebuild(
         let at = if bytes.is_empty() { 0 } else { layout.snapshots.start << bits };
         (HostOffset(at), count)
     });
+    header.refcount_order = order;
     header.refcount_table = refcount_table;
     header.snapshots = place.unwrap_or(header.snapshots);
     header.write_fields(storage).await?;
@@ -138,8 +164,7 @@ fn too_far(storage: &dyn Storage, bytes: u64) -> ImageError {
 }
 
 /// Writes the blocks, one after the other, with what was counted and the new parts themselves.
-async fn write_blocks(image: &Image<'_>, layout: &Layout, what: What) -> Result<(), ImageError> {
-    let geometry = image.bounds.geometry;
+async fn write_blocks(image: &Image<'_>, geometry: &Geometry, layout: &Layout, what: What) -> Result<(), ImageError> {
     let each = geometry.refcounts_per_block();
     let size = to_usize(geometry.cluster_size());
     let new = layout.snapshots.start..layout.end();

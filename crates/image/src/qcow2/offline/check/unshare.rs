@@ -107,15 +107,15 @@ pub(super) async fn unshare(
     Ok(wrote)
 }
 
-/// The cipher of a cluster's bytes; `None`: they are not encrypted.
+/// The cipher of a cluster's bytes; `None`: they can be copied as they are.
 fn cipher_of<'a>(
     storage: &dyn Storage,
     cipher: Option<&'a SectorCipher>,
     header: &Header,
     kind: Kind,
 ) -> Result<Option<&'a SectorCipher>, ImageError> {
-    // Compressed clusters are never encrypted.
-    if header.encryption == Encryption::None || kind == Kind::Compressed {
+    // Compressed clusters are never encrypted, and those of the old encryption are the same at every place of the file.
+    if header.encryption != Encryption::Luks || kind == Kind::Compressed {
         return Ok(None);
     }
     let what = || "encrypted clusters have to be copied, which needs the passphrase".to_owned();
