@@ -29,6 +29,9 @@ pub enum FilePurpose {
     /// The image's contents.
     #[strum(to_string = "a data file")]
     DataFile,
+    /// The header of an encrypted image.
+    #[strum(to_string = "an encryption header")]
+    EncryptionHeader,
 }
 
 /// Why a file may not be opened.

@@ -98,6 +98,11 @@ impl NewImage {
         }
     }
 
+    /// Returns whether it is the header of an encrypted disk, and not the disk.
+    pub(crate) fn has_detached_header(&self) -> bool {
+        matches!(&self.format, NewImageFormat::Luks(options) if options.detached)
+    }
+
     /// Returns the backing image; `None` without one. The name is resolved as the new image's readers resolve it.
     /// Nothing is opened.
     ///

@@ -18,6 +18,7 @@ pub use crate::error::ReferenceError;
 pub use crate::location::Location;
 use crate::location::NULL_SIZE;
 use crate::probe::Format;
+use crate::qcow2::Encryption;
 use crate::qemu_json::to_json;
 use crate::setters::setters;
 
@@ -39,6 +40,10 @@ pub struct Reference {
     pub data_file: DataFileOverride,
     /// The name of the secret that opens an encrypted image: `key-secret`, of qcow2 `encrypt.key-secret`.
     pub key_secret: Option<String>,
+    /// The file of the header of an encrypted image, if it is not the image's own: `header`, only of format `luks`.
+    pub header: Option<PathBuf>,
+    /// How an encrypted qcow2 image must be encrypted, if given: `encrypt.format`.
+    pub encryption: Option<Encryption>,
     /// How the file is opened.
     pub settings: Settings,
 }
@@ -50,6 +55,8 @@ setters!(Reference {
     backing: BackingOverride,
     data_file: DataFileOverride,
     key_secret: Option<String>,
+    header: Option<PathBuf>,
+    encryption: Option<Encryption>,
     settings: Settings,
 });
 
@@ -135,6 +142,8 @@ impl Reference {
             backing: BackingOverride::AsWritten,
             data_file: DataFileOverride::AsWritten,
             key_secret: None,
+            header: None,
+            encryption: None,
             settings: Settings { read_only: false, direct: None, no_flush: None, unlocked: false, io: None },
         }
     }
@@ -453,7 +462,10 @@ impl Options {
             None => self.location(&format!("{node}file."), &mut settings)?,
         };
         let mut image = Reference { format, settings, ..Reference::at(location) };
-        image.key_secret = self.key_secret(node, format)?;
+        (image.key_secret, image.encryption) = self.encryption(node, format)?;
+        if format == Some(Format::Luks) {
+            image.header = self.file(&format!("{node}header."), "an encryption header")?;
+        }
         let offset = self.take_number(node, "offset")?;
         image.size = self.take_number(node, "size")?;
         if (offset.is_some() || image.size.is_some()) && format != Some(Format::Raw) {
@@ -467,11 +479,8 @@ impl Options {
         }
         image.backing = self.below(node)?;
         let data_file = format!("{node}data-file.");
-        if self.has(data_file.trim_end_matches('.')) {
-            match self.location(&data_file, &mut Settings::default())? {
-                Location::File(path) => image.data_file = DataFileOverride::Other(path),
-                other => return Err(format!("{data_file}driver: a data file must be a file, not {other}")),
-            }
+        if let Some(path) = self.file(&data_file, "a data file")? {
+            image.data_file = DataFileOverride::Other(path);
         }
         if let Some(format @ (Format::Raw | Format::Luks)) = format
             && (image.backing != BackingOverride::AsWritten || image.data_file != DataFileOverride::AsWritten)
@@ -481,18 +490,36 @@ impl Options {
         Ok(image)
     }
 
-    /// The secret of an encrypted image.
-    fn key_secret(&mut self, node: &str, format: Option<Format>) -> Result<Option<String>, String> {
-        match format {
-            Some(Format::Luks) => self.take(node, "key-secret"),
-            Some(Format::Qcow2) => {
-                if let Some(kind) = self.take(node, "encrypt.format")?.filter(|kind| kind != "luks") {
-                    return Err(format!("{node}encrypt.format={kind}: not supported; use luks"));
-                }
-                self.take(node, "encrypt.key-secret")
-            }
-            Some(Format::Raw) | None => Ok(None),
+    /// Another file of an image, if it is given. `node`: what its options' names begin with.
+    fn file(&mut self, node: &str, what: &str) -> Result<Option<PathBuf>, String> {
+        if !self.has(node.trim_end_matches('.')) {
+            return Ok(None);
         }
+        match self.location(node, &mut Settings::default())? {
+            Location::File(path) => Ok(Some(path)),
+            other => Err(format!("{node}driver: {what} must be a file, not {other}")),
+        }
+    }
+
+    /// The secret of an encrypted image, and its encryption.
+    fn encryption(
+        &mut self,
+        node: &str,
+        format: Option<Format>,
+    ) -> Result<(Option<String>, Option<Encryption>), String> {
+        Ok(match format {
+            Some(Format::Luks) => (self.take(node, "key-secret")?, None),
+            Some(Format::Qcow2) => {
+                let encryption = match self.take(node, "encrypt.format")?.as_deref() {
+                    None => None,
+                    Some("luks") => Some(Encryption::Luks),
+                    Some("aes") => Some(Encryption::Aes),
+                    Some(other) => return Err(format!("{node}encrypt.format={other}: must be luks or aes")),
+                };
+                (self.take(node, "encrypt.key-secret")?, encryption)
+            }
+            Some(Format::Raw) | None => (None, None),
+        })
     }
 
     fn below(&mut self, node: &str) -> Result<BackingOverride, String> {

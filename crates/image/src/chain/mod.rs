@@ -21,7 +21,7 @@ use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::{FilePurpose, Policy, Refusal};
 use crate::location::Identity;
-use crate::luks::{self, LuksError, Passphrase, Secrets, SectorCipher};
+use crate::luks::{self, EncryptedStorage, LuksError, Passphrase, Secrets, SectorCipher};
 use crate::probe::{Format, probe};
 use crate::qcow2::{
     self, CheckOptions, CheckReport, Encryption, Header, ImageParts, Journal, JournalFolder, Qcow2, Qcow2Options,
@@ -114,6 +114,8 @@ pub struct ImageFile {
     pub reference: Reference,
     /// Its bytes.
     pub storage: Arc<dyn Storage>,
+    /// The header of an encrypted image, if it is in a file of its own.
+    pub header: Option<Arc<dyn Storage>>,
     /// Its format.
     pub format: Format,
     /// Whether the format was probed.
@@ -180,7 +182,10 @@ impl ImageFile {
             Some(format) => (format, false),
             None => (probe(&*storage).await?, true),
         };
-        Ok(Self { reference: reference.clone(), storage, format, guessed })
+        let open_header = |path| FileStorage::open(path, &reference.settings.override_options(options.file()));
+        let header = reference.header.as_ref().map(open_header).transpose()?;
+        let header = header.map(|header| header as Arc<dyn Storage>);
+        Ok(Self { reference: reference.clone(), storage, header, format, guessed })
     }
 
     /// Returns its file, if it is in one.
@@ -197,6 +202,16 @@ impl ImageFile {
         }
     }
 
+    /// Opens the contents of an image in the format `luks`.
+    pub(crate) async fn decrypted(&self, secrets: &Secrets) -> Result<EncryptedStorage, ImageError> {
+        let passphrase = passphrase(&*self.storage, &self.reference, secrets)?;
+        let file = Arc::clone(&self.storage);
+        match &self.header {
+            Some(header) => luks::open_detached(file, &**header, passphrase).await,
+            None => luks::open(file, passphrase).await,
+        }
+    }
+
     /// Checks the image, and repairs it if that is asked for; `None`: images of its format have no tables. An encrypted
     /// image needs no secret; a repair that copies contents fails without one.
     ///
@@ -209,16 +224,16 @@ impl ImageFile {
             (Format::Qcow2, None) => return qcow2::check(storage, options).await.map(Some),
             (Format::Qcow2, Some(what)) => what,
         };
-        let report = match self.reference.key_secret {
-            Some(_) => {
-                let header = Header::read_to_examine(storage).await?;
+        if self.reference.key_secret.is_some() {
+            let header = Header::read_to_examine(storage).await?;
+            // What has the old encryption is copied as it is.
+            if header.encryption != Encryption::Aes {
                 let passphrase = passphrase(storage, &self.reference, secrets)?;
                 let cipher = qcow2::cipher(storage, &header, passphrase).await?;
-                qcow2::repair_encrypted(storage, &cipher, what, options).await
+                return qcow2::repair_encrypted(storage, &cipher, what, options).await.map(Some);
             }
-            None => qcow2::repair(storage, what, options).await,
-        };
-        report.map(Some)
+        }
+        qcow2::repair(storage, what, options).await.map(Some)
     }
 }
 
@@ -402,7 +417,7 @@ impl Level {
         if file.format != Format::Qcow2 {
             return Ok(Self { file, header: None, data_file: None });
         }
-        let header = Header::read(&*file.storage).await?;
+        let header = Header::read_for_reading(&*file.storage).await?;
         let image = file.storage.name();
         let unsupported = |what: &str| ImageError::Unsupported { image: Arc::clone(image), what: what.to_owned() };
         let data_file = match (&file.reference.data_file, &header.extensions.data_file) {
@@ -480,6 +495,10 @@ impl Level {
         let Some(header) = self.header.as_ref().filter(|header| header.encryption != Encryption::None) else {
             return Ok(None);
         };
+        if let Some(asked) = reference.encryption.filter(|asked| *asked != header.encryption) {
+            let what = format!("it is encrypted with {}, not with {asked}", header.encryption);
+            return Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what });
+        }
         let passphrase = passphrase(&**storage, reference, &options.secrets)?;
         Ok(Some(qcow2::cipher(&**storage, header, passphrase).await?))
     }
@@ -491,15 +510,15 @@ impl Level {
         let mut parts = match self.parts(backing) {
             Ok(parts) => parts,
             Err(file) => {
-                let ImageFile { reference, storage, guessed, format } = *file;
                 if let Some(snapshot) = &options.snapshot {
-                    let what = format!("it is {format}, and has no snapshot with {snapshot}");
-                    return Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what });
+                    let what = format!("it is {}, and has no snapshot with {snapshot}", file.format);
+                    return Err(ImageError::Unsupported { image: Arc::clone(file.storage.name()), what });
                 }
-                if format == Format::Luks {
-                    let passphrase = passphrase(&*storage, &reference, &options.secrets)?;
-                    return Ok(Image::Luks(Raw::open_luks(luks::open(storage, passphrase).await?, read_only)?));
+                if file.format == Format::Luks {
+                    let contents = file.decrypted(&options.secrets).await?;
+                    return Ok(Image::Luks(Raw::open_luks(contents, read_only)?));
                 }
+                let ImageFile { reference, storage, guessed, .. } = *file;
                 let raw = RawOptions { offset: reference.offset, size: reference.size, read_only, guessed };
                 return Ok(Image::Raw(Raw::open(storage, &raw)?));
             }
@@ -545,6 +564,9 @@ fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Re
             let admitted = policy.admit_remote(FilePurpose::Backing);
             admitted.map_err(|refusal| not_admitted(policy, image, &*remote, &refusal))?;
         }
+    }
+    if let Some(path) = &mut reference.header {
+        *path = admit(policy, FilePurpose::EncryptionHeader, image, path)?;
     }
     if let DataFileOverride::Other(path) = &mut reference.data_file {
         *path = admit(policy, FilePurpose::DataFile, image, path)?;

@@ -40,7 +40,7 @@ impl VmState {
         if format != Format::Qcow2 {
             return Err(unsupported("it is no qcow2 image, and has no state of a VM".into()));
         }
-        let header = Header::read(&*storage).await?;
+        let header = Header::read_for_reading(&*storage).await?;
         if header.features.data_file() {
             return Err(unsupported("it has a data file, and no state of a VM".into()));
         }

@@ -31,7 +31,7 @@ pub use key_slot::{DEFAULT_ITER_TIME, NewHeader, STRIPES, iterations_for};
 pub use secret::{Passphrase, Secrets};
 pub use storage::EncryptedStorage;
 pub use unlock::{Unlocked, VolumeKey};
-pub use volume::{CreateOptions, create, open, read_header};
+pub use volume::{CreateOptions, create, open, open_detached, read_detached_header, read_header};
 pub(crate) use volume::{cipher_at, new_header, read_header_at};
 
 /// A fault of a header, or a passphrase that opens no key slot.

@@ -36,6 +36,8 @@ struct Inner {
     cipher: Arc<SectorCipher>,
     /// Offset of the contents in the storage below.
     base: u64,
+    /// The number of the sector at `base`.
+    first: u64,
 }
 
 impl fmt::Debug for EncryptedStorage {
@@ -48,7 +50,17 @@ impl EncryptedStorage {
     /// The contents of `below` from `base` on, whole sectors. The sector at `base` has the number 0.
     #[must_use]
     pub fn new(below: Arc<dyn Storage>, cipher: impl Into<Arc<SectorCipher>>, base: u64) -> Self {
-        Self { inner: Arc::new(Inner { below, cipher: cipher.into(), base }), locks: Arc::default() }
+        Self::numbered(below, cipher, base, 0)
+    }
+
+    /// As [`new`](Self::new), with another number for the sector at `base`. The number after the last one is 0.
+    pub(crate) fn numbered(
+        below: Arc<dyn Storage>,
+        cipher: impl Into<Arc<SectorCipher>>,
+        base: u64,
+        first: u64,
+    ) -> Self {
+        Self { inner: Arc::new(Inner { below, cipher: cipher.into(), base, first }), locks: Arc::default() }
     }
 
     async fn read_range(self, offset: u64, into: IoVector) -> Result<(), StorageError> {
@@ -119,7 +131,8 @@ impl Inner {
             whole = whole.min(to_usize(there.saturating_sub(touched.start)).saturating_mul(SECTOR));
             all.slice(whole..all.len()).clear();
         }
-        self.each_piece(touched.start, &all.slice(0..whole), &all, |sector, bytes| self.cipher.decrypt(sector, bytes));
+        let first = self.first.wrapping_add(touched.start);
+        self.each_piece(first, &all.slice(0..whole), &all, |sector, bytes| self.cipher.decrypt(sector, bytes));
         Ok(())
     }
 
@@ -151,7 +164,8 @@ impl Inner {
         let first = sectors(range).start;
         let all = if is_partial { self.filled_up(range, from).await? } else { from };
         let encrypted = IoVector::from(Buffer::zeroed(all.len()));
-        self.each_piece(first, &all, &encrypted, |sector, bytes| self.cipher.encrypt(sector, bytes));
+        let number = self.first.wrapping_add(first);
+        self.each_piece(number, &all, &encrypted, |sector, bytes| self.cipher.encrypt(sector, bytes));
         self.below.write(self.base + first * BYTES, encrypted).await
     }
 

@@ -28,13 +28,15 @@ pub struct CreateOptions {
     pub passphrase: Passphrase,
     /// The space that is allocated at once; there are no metadata but the header.
     pub preallocation: Preallocation,
+    /// Whether the header is alone in its file, and the disk in another one, as long as the disk. `size` is 0 then.
+    pub detached: bool,
 }
 
 impl CreateOptions {
     /// An image of no bytes with this passphrase.
     #[must_use]
     pub fn new(passphrase: Passphrase) -> Self {
-        Self { size: 0, header: NewHeader::default(), passphrase, preallocation: Preallocation::Off }
+        Self { size: 0, header: NewHeader::default(), passphrase, preallocation: Preallocation::Off, detached: false }
     }
 
     /// Returns the length of its file; `None`: no file is that long.
@@ -45,7 +47,7 @@ impl CreateOptions {
     }
 }
 
-crate::setters::setters!(CreateOptions { size: u64, header: NewHeader, preallocation: Preallocation });
+crate::setters::setters!(CreateOptions { size: u64, header: NewHeader, preallocation: Preallocation, detached: bool });
 
 fn fault(storage: &dyn Storage) -> impl Fn(LuksError) -> ImageError + '_ {
     |source| ImageError::Encryption { image: Arc::clone(storage.name()), source }
@@ -92,9 +94,41 @@ pub(crate) async fn unlock(
 /// As [`read_header`]; the passphrase is wrong.
 pub async fn open(file: Arc<dyn Storage>, passphrase: &Passphrase) -> Result<EncryptedStorage, ImageError> {
     let header = read_header(&*file).await?;
-    let unlocked = unlock(&*file, 0, &header, passphrase).await?;
-    let cipher = header.sector_cipher(&unlocked.key).map_err(fault(&*file))?;
+    let cipher = unlocked_cipher(&*file, 0, &header, passphrase).await?;
     Ok(EncryptedStorage::new(file, cipher, header.payload_offset()))
+}
+
+/// Opens the disk in `file` whose header is alone in another one.
+///
+/// # Errors
+/// As [`open`].
+pub async fn open_detached(
+    file: Arc<dyn Storage>,
+    header_file: &dyn Storage,
+    passphrase: &Passphrase,
+) -> Result<EncryptedStorage, ImageError> {
+    let header = read_detached_header(header_file).await?;
+    let cipher = unlocked_cipher(header_file, 0, &header, passphrase).await?;
+    Ok(EncryptedStorage::new(file, cipher, header.payload_offset()))
+}
+
+/// The cipher of the disk whose header is at `base` of a storage.
+async fn unlocked_cipher(
+    storage: &dyn Storage,
+    base: u64,
+    header: &Header,
+    passphrase: &Passphrase,
+) -> Result<SectorCipher, ImageError> {
+    let unlocked = unlock(storage, base, header, passphrase).await?;
+    header.sector_cipher(&unlocked.key).map_err(fault(storage))
+}
+
+/// Reads the header that a file has alone: the disk is in another one.
+///
+/// # Errors
+/// As [`read_header`].
+pub async fn read_detached_header(storage: &dyn Storage) -> Result<Header, ImageError> {
+    read_header_at(storage, 0, storage.length()?).await
 }
 
 /// Reads the header that a qcow2 image has in this area of its file.
@@ -122,8 +156,7 @@ pub(crate) async fn cipher_at(
     passphrase: &Passphrase,
 ) -> Result<Arc<SectorCipher>, ImageError> {
     let header = read_header_at(storage, at, length).await?;
-    let unlocked = unlock(storage, at, &header, passphrase).await?;
-    header.sector_cipher(&unlocked.key).map(Arc::new).map_err(fault(storage))
+    unlocked_cipher(storage, at, &header, passphrase).await.map(Arc::new)
 }
 
 /// Makes a header whose key slot 0 has a passphrase, with its key material.
@@ -145,11 +178,20 @@ pub(crate) fn new_header(
 pub async fn create(file: &dyn Storage, options: &CreateOptions) -> Result<(), ImageError> {
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(file.name()), what };
     let length = options.length().ok_or_else(|| unsupported(format!("a disk of {} bytes", options.size)))?;
-    let (header, _, material) = new_header(&options.header, &options.passphrase).map_err(fault(file))?;
+    if options.detached && (options.size > 0 || options.preallocation != Preallocation::Off) {
+        return Err(unsupported(
+            "a detached header has no size and no space for a disk: its file is another one".into(),
+        ));
+    }
+    let (mut header, _, material) = new_header(&options.header, &options.passphrase).map_err(fault(file))?;
+    let disk = header.payload_offset()..length;
+    if options.detached {
+        header.payload_sector = 0;
+    }
     match file.set_len(0).await {
         Ok(()) => {
             file.set_len(length).await?;
-            reserve(file, header.payload_offset()..length, options.preallocation).await?;
+            reserve(file, disk, options.preallocation).await?;
         }
         // A device keeps its length; its old header must not be found with the new key material.
         Err(_) if file.length()? >= length => {

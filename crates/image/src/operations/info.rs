@@ -6,9 +6,11 @@
 //! Source of the names and their meaning: `ImageInfo` in QEMU's qapi/block-core.json; serialized it is what
 //! `qemu-img info --output json` prints.
 
+use std::any::Any;
 use std::ffi::OsStr;
+use std::sync::Arc;
 
-use limosa_storage::{FileStorage, StorageError};
+use limosa_storage::{FileStorage, Storage, StorageError};
 use serde::Serialize;
 
 use crate::chain::{self, ImageFile, OpenOptions};
@@ -68,7 +70,7 @@ pub struct ImageInfo {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Child {
-    /// Its role: `file`.
+    /// Its role: `file`, `header`.
     pub name: &'static str,
     /// Its description.
     pub info: FileInfo,
@@ -304,7 +306,15 @@ impl ImageInfo {
     /// # Errors
     /// Its header, its snapshot table or its bitmap directory cannot be; what the storage says.
     pub async fn of(file: &ImageFile) -> Result<Self, ImageError> {
-        let child = file_info(file)?;
+        let child = file_info(&file.storage, &file.reference.location)?;
+        let mut actual_size = child.actual_size;
+        let dirty_flag = child.dirty_flag;
+        let mut children = vec![Child { name: "file", info: child }];
+        if let (Some(header), Some(path)) = (&file.header, &file.reference.header) {
+            let info = file_info(header, &Location::File(path.clone()))?;
+            actual_size = actual_size.zip(info.actual_size).map(|(file, header)| file + header);
+            children.insert(0, Child { name: "header", info });
+        }
         let mut info = Self {
             snapshots: Vec::new(),
             backing_filename_format: None,
@@ -315,23 +325,27 @@ impl ImageInfo {
             filename: name(&file.reference, file.format),
             cluster_size: None,
             format: file.format.name(),
-            actual_size: child.actual_size,
+            actual_size,
             format_specific: None,
             full_backing_filename: None,
             backing_filename: None,
             encrypted: None,
-            dirty_flag: child.dirty_flag,
-            children: vec![Child { name: "file", info: child }],
+            dirty_flag,
+            children,
         };
         if file.format == Format::Qcow2 {
             let header = Header::read_to_examine(&*file.storage).await?;
             info.describe(file, &header).await?;
         }
         if file.format == Format::Luks {
-            let header = luks::read_header(&*file.storage).await?;
+            let header = match &file.header {
+                Some(detached) => luks::read_detached_header(&**detached).await?,
+                None => luks::read_header(&*file.storage).await?,
+            };
             info.virtual_size = sectors(file.storage.length()?.saturating_sub(header.payload_offset()));
             info.encrypted = Some(true);
-            info.format_specific = Some(FormatSpecific::Luks((&header).into()));
+            let detached_header = file.header.is_some();
+            info.format_specific = Some(FormatSpecific::Luks(LuksInfo { detached_header, ..(&header).into() }));
         }
         Ok(info)
     }
@@ -405,16 +419,16 @@ impl ImageInfo {
 }
 
 /// Describes the file of an image, or what it has in place of one.
-fn file_info(image: &ImageFile) -> Result<FileInfo, StorageError> {
-    let (storage, file) = (&*image.storage, image.file_storage());
+fn file_info(storage: &Arc<dyn Storage>, location: &Location) -> Result<FileInfo, StorageError> {
+    let file = (&**storage as &dyn Any).downcast_ref::<FileStorage>();
     let is_device = file.is_some_and(FileStorage::is_block_device);
-    let protocol = image.reference.location.protocol();
+    let protocol = location.protocol();
     Ok(FileInfo {
         children: [],
         virtual_size: sectors(storage.length()?),
         filename: storage.name().to_string(),
         format: protocol.unwrap_or(if is_device { "host_device" } else { "file" }),
-        actual_size: match (&image.reference.location, file) {
+        actual_size: match (location, file) {
             (Location::Nbd { .. }, _) => None,
             (_, Some(file)) => Some(taken(file).unwrap_or(0)),
             (_, None) => Some(0),
@@ -443,6 +457,7 @@ fn name(reference: &Reference, format: Format) -> String {
     if reference.offset == 0
         && reference.size.is_none()
         && secret.is_none()
+        && reference.header.is_none()
         && let Some(plain) = reference.location.plain_name()
     {
         return plain;
@@ -456,6 +471,9 @@ fn name(reference: &Reference, format: Format) -> String {
     }
     if let Some(secret) = secret {
         node[if format == Format::Qcow2 { "encrypt.key-secret" } else { "key-secret" }] = secret.into();
+    }
+    if let Some(header) = &reference.header {
+        node["header"] = Location::File(header.clone()).node();
     }
     node["file"] = reference.location.node();
     format!("json:{node}")

@@ -151,7 +151,7 @@ async fn bitmaps(source: &NamedImage) -> Result<Option<SourceBitmaps>, ImageErro
     if file.format != Format::Qcow2 {
         return Ok(None);
     }
-    let header = Header::read(&*file.storage).await?;
+    let header = Header::read_for_reading(&*file.storage).await?;
     if header.version < 3 {
         return Ok(None);
     }

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use crate::chain::{self, ImageFile, OpenOptions};
 use crate::disk::Disk as _;
 use crate::error::ImageError;
-use crate::luks;
 use crate::preallocation::Preallocation;
 use crate::probe::Format;
 use crate::qcow2;
@@ -127,9 +126,7 @@ pub async fn resize(
             (before, size)
         }
         Format::Luks => {
-            let passphrase = chain::passphrase(&*file.storage, &file.reference, &open.secrets)?;
-            let contents = luks::open(Arc::clone(&file.storage), passphrase).await?;
-            let raw = Raw::open_luks(contents, false)?;
+            let raw = Raw::open_luks(file.decrypted(&open.secrets).await?, false)?;
             let before = raw.len();
             let size = length(before)?;
             raw.resize(size, options.preallocation).await?;

@@ -3,22 +3,30 @@
 //! An extension of the header names an area of the file that has a LUKS header with its key material. Contents are
 //! encrypted by sectors, which are numbered by their offsets in the file; tables are not encrypted.
 //!
+//! The old encryption has no header: the passphrase itself is the key of AES-128 in CBC mode, cut off or filled up with
+//! zeros to 16 bytes, and sectors are numbered by their offsets in the disk. Any passphrase opens such an image; with a
+//! wrong one it has other contents. Images that have it are only read.
+//!
 //! Source of the facts: QEMU's docs/interop/qcow2, "Full disk encryption header pointer" and "Data encryption".
 
 use std::sync::Arc;
 
 use limosa_storage::{Buffer, Storage};
+use zeroize::Zeroizing;
 
 use super::format::header::{Encryption, Header};
 use crate::error::ImageError;
-use crate::luks::{self, NewHeader, Passphrase, SectorCipher, cipher_at, new_header};
+use crate::luks::{
+    self, CipherAlgorithm, CipherMode, IvGenerator, LuksError, NewHeader, Passphrase, SectorCipher, cipher_at,
+    new_header,
+};
 use crate::offset::HostOffset;
 use crate::setters::setters;
 
-/// Returns the cipher of an image that is encrypted with LUKS.
+/// Returns the cipher of an image that is encrypted.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`]: it is not encrypted with LUKS; [`ImageError::Corrupt`]: the place of its LUKS header is
+/// [`ImageError::Unsupported`]: it is not encrypted; [`ImageError::Corrupt`]: the place of its LUKS header is
 /// missing; [`ImageError::Encryption`]: the LUKS header is not valid, or the passphrase is wrong; errors of the
 /// storage.
 pub async fn cipher(
@@ -26,9 +34,17 @@ pub async fn cipher(
     header: &Header,
     passphrase: &Passphrase,
 ) -> Result<Arc<SectorCipher>, ImageError> {
-    if header.encryption != Encryption::Luks {
-        let what = "it is not encrypted with LUKS".to_owned();
-        return Err(ImageError::Unsupported { image: Arc::clone(file.name()), what });
+    match header.encryption {
+        Encryption::Luks => {}
+        Encryption::Aes => {
+            tracing::warn!(image = &**file.name(), "the old encryption with AES is weak: convert it to LUKS");
+            let fault = |source| ImageError::Encryption { image: Arc::clone(file.name()), source };
+            return old_cipher(passphrase).map(Arc::new).map_err(fault);
+        }
+        Encryption::None => {
+            let what = "it is not encrypted".to_owned();
+            return Err(ImageError::Unsupported { image: Arc::clone(file.name()), what });
+        }
     }
     let (at, length) = header.extensions.encryption.ok_or_else(|| ImageError::Corrupt {
         image: Arc::clone(file.name()),
@@ -36,6 +52,15 @@ pub async fn cipher(
         why: "the place of the encryption header is missing".into(),
     })?;
     cipher_at(file, (at.0, length), passphrase).await
+}
+
+/// The cipher of an image with the old encryption.
+fn old_cipher(passphrase: &Passphrase) -> Result<SectorCipher, LuksError> {
+    let mut key = Zeroizing::new([0; 16]);
+    for (byte, from) in key.iter_mut().zip(passphrase.bytes()) {
+        *byte = *from;
+    }
+    SectorCipher::new(CipherAlgorithm::Aes128, CipherMode::Cbc, IvGenerator::Plain64, &*key)
 }
 
 /// The encryption of a new image.

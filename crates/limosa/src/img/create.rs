@@ -49,7 +49,7 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
             image.set_size(length);
         }
     }
-    if format.number("size").is_none() {
+    if format.number("size").is_none() && format.on_off("detached-header") != Some(true) {
         anyhow::bail!("{}: size not given; use {} create FILE SIZE", options.name, program::img());
     }
     if !options.quiet {
@@ -129,11 +129,9 @@ fn luks_options(
     size: u64,
     preallocation: Preallocation,
 ) -> anyhow::Result<luks::CreateOptions> {
-    if format.on_off("detached-header") == Some(true) {
-        anyhow::bail!("-o detached-header: not supported; use stock qemu-img");
-    }
     let (header, passphrase) = luks_header(name, format, "")?;
-    Ok(luks::CreateOptions::new(passphrase).size(size).header(header).preallocation(preallocation))
+    let new = luks::CreateOptions::new(passphrase).size(size).header(header).preallocation(preallocation);
+    Ok(new.detached(format.on_off("detached-header") == Some(true)))
 }
 
 /// The header of a new encrypted image, and the passphrase of its first key slot. `prefix`: begins the options' names.

@@ -89,7 +89,7 @@ const LUKS: [Known; 11] = [
     known("ivgen-hash-alg", Kind::Text, IVGEN_HASH_ALG),
     known("hash-alg", Kind::Text, HASH_ALG),
     known("iter-time", Kind::Number, ITER_TIME),
-    known("detached-header", Kind::OnOff, "Header in a file of its own: not supported"),
+    known("detached-header", Kind::OnOff, "The file is the header alone; the disk is in another one"),
     known("preallocation", Kind::Text, "Preallocation: off, metadata, falloc, full"),
     known("size", Kind::Size, "Virtual size"),
     EXTENT_SIZE_HINT,
@@ -105,7 +105,7 @@ const AMEND_QCOW2: [Known; 12] = [
     known("compat", Kind::Text, "Version of the format: v2 (or 0.10), v3 (or 1.1)"),
     known("lazy_refcounts", Kind::OnOff, "Postpone refcount updates until the image is closed"),
     known("size", Kind::Size, "Virtual size; what is behind a new end is lost"),
-    known("refcount_bits", Kind::Number, "Bits of a refcount: not supported, unless it has as many"),
+    known("refcount_bits", Kind::Number, "Bits of a refcount: 1 to 64, a power of two"),
     known("backing_file", Kind::Text, "File that provides contents not yet written: use rebase"),
     known("backing_fmt", Kind::Text, "Format of the backing file: use rebase"),
     known("data_file", Kind::Text, "External data file for the contents: not supported"),
@@ -128,7 +128,7 @@ const KEYSLOT: &str = "The key slot: 0 to 7";
 
 /// Options of QEMU that are refused, each with the reason.
 const REFUSED: [(&str, &str); 2] = [
-    ("encryption", "the old encryption with AES is not supported; use -o encrypt.format=luks"),
+    ("encryption", "the old encryption with AES is only read; use -o encrypt.format=luks"),
     ("nocow", "file attributes are not supported; set it on the directory before (chattr +C)"),
 ];
 

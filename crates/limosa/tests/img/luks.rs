@@ -405,3 +405,71 @@ fn secrets_are_the_same_in_all_their_forms() {
         bed.qemu_img(&words).success();
     }
 }
+
+/// A disk whose header is in a file of its own.
+fn detached(disk: &str, header: &str) -> String {
+    format!("driver=luks,key-secret=s,file.filename={disk},header.driver=file,header.filename={header}")
+}
+
+#[test]
+fn a_header_may_be_in_a_file_of_its_own() {
+    needs_qemu!();
+    let bed = Bed::new();
+    disk(&bed);
+    let create = ["create", "-f", "luks", "-o", "key-secret=s,iter-time=10,detached-header=on", "header"];
+    assert_eq!(bed.limosa(&with_secret(&create)).status.code(), Some(0));
+    bed.create(&["-f", "raw", "x", "5M"]);
+    let image = detached("x", "header");
+    let header = fs::read(bed.path("header")).unwrap();
+    // Written by each program, read by the other one.
+    ours(&bed, &["convert", "-n", "-f", "qcow2", "--target-image-opts", "disk", &image]);
+    let plain = "driver=qcow2,file.filename=disk";
+    let compare = with_secret(&["compare", "--image-opts", plain, &image]);
+    assert_eq!(bed.both_say(&compare).stdout, "Images are identical.\n");
+    theirs(&bed, &["convert", "-n", "--target-image-opts", "--image-opts", plain, &image]);
+    assert_eq!(bed.both_say(&compare).stdout, "Images are identical.\n");
+    bed.both_tell(&with_secret(&["info", "--output", "json", "--image-opts", &image]));
+    bed.both_tell(&with_secret(&["map", "--output", "json", "--image-opts", &image]));
+    bed.both_say(&with_secret(&["measure", "--image-opts", &image]));
+    assert!(fs::read(bed.path("header")).unwrap() == header);
+    ours(&bed, &["resize", "--image-opts", &image, "+1M"]);
+    assert_eq!(fs::metadata(bed.path("x")).unwrap().len(), 6 << 20);
+    // Key slots are in the header's file.
+    let contents = fs::read(bed.path("x")).unwrap();
+    let amend =
+        ["--object", "secret,id=n,data=new", "-o", "state=active,new-secret=n,iter-time=10", "--image-opts", &image];
+    ours(&bed, &[&["amend"], &amend[..]].concat());
+    assert!(fs::read(bed.path("x")).unwrap() == contents);
+    let new = image.replace("key-secret=s", "key-secret=n");
+    bed.qemu_img(&["convert", "--object", "secret,id=n,data=new", "-O", "raw", "--image-opts", &new, "raw"]).success();
+    fs::write(bed.path("key"), "new").unwrap();
+    let [key, header, payload] = ["key", "header", "x"].map(|name| bed.path(name));
+    let open = ["luksOpen".as_ref(), "--test-passphrase".as_ref(), "--key-file".as_ref(), key.as_os_str()];
+    cryptsetup(open.into_iter().chain(["--header".as_ref(), header.as_os_str(), payload.as_os_str()])).unwrap();
+}
+
+#[test]
+fn a_header_of_its_own_is_not_taken_for_a_disk() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let create = ["create", "-q", "-f", "luks", "-o", "key-secret=s,iter-time=10,detached-header=on", "header"];
+    assert_eq!(bed.limosa(&with_secret(&create)).status.code(), Some(0));
+    bed.create(&["-q", "-f", "raw", "x", "5M"]);
+    bed.both_refuse(&with_secret(&["convert", "-O", "raw", "--image-opts", opts("header"), "y"]), "header");
+    let sized = [&create[..], &["3M"]].concat();
+    let refused = bed.limosa(&with_secret(&sized));
+    assert!(refused.stderr.contains("a detached header has no size"), "{}", refused.stderr);
+    let convert = with_secret(&["convert", "-O", "luks", "-o", "key-secret=s,detached-header=on", "x", "y"]);
+    let refused = bed.limosa(&convert);
+    assert!(refused.stderr.contains("y: a header in a file of its own has no contents"), "{}", refused.stderr);
+    assert!(!bed.path("y").exists());
+    // An image may not have one opened that it names itself, if it is not trusted.
+    let below = format!(
+        "json:{{\"driver\":\"luks\",\"file.filename\":\"{}\",\"header.filename\":\"{}\"}}",
+        bed.path("x").display(),
+        bed.path("header").display()
+    );
+    bed.qemu_img(&["create", "-q", "-u", "-f", "qcow2", "-b", &below, "-F", "luks", "overlay", "5M"]).success();
+    let refused = bed.limosa(&["map", "--untrusted", "overlay"]);
+    assert!(refused.stderr.contains("not trusted to have"), "{}", refused.stderr);
+}

@@ -22,6 +22,7 @@ mod luks;
 mod map;
 mod measure;
 mod nbd;
+mod old_aes;
 mod rebase;
 mod resize;
 mod snapshot;

@@ -182,6 +182,10 @@ impl NewTarget {
             }
             None => None,
         };
+        if self.image.has_detached_header() {
+            let what = "a header in a file of its own has no contents: create it first".to_owned();
+            return Err(ImageError::Unsupported { image: self.image.location.to_string().into(), what }.into());
+        }
         let files = self.image.create(unfinished).await?;
         let NewImage { location, cache, .. } = &self.image;
         // A device keeps its contents, except in an image that says which of them count; so does an export.

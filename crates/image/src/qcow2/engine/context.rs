@@ -17,11 +17,11 @@ use super::seams;
 use crate::compression::Compression;
 use crate::disk::Disk;
 use crate::error::ImageError;
-use crate::luks::{EncryptedStorage, SectorCipher};
-use crate::offset::HostOffset;
+use crate::luks::{EncryptedStorage, SECTOR, SectorCipher};
+use crate::offset::{GuestOffset, HostOffset};
 use crate::qcow2::format::entry::EntryRules;
 use crate::qcow2::format::geometry::Geometry;
-use crate::qcow2::format::header::Header;
+use crate::qcow2::format::header::{Encryption, Header};
 
 /// Why encrypted contents are not compressed: a compressed cluster is bytes of no whole sectors.
 pub(super) const ENCRYPTED_AND_COMPRESSED: &str = "an encrypted image cannot have compressed contents";
@@ -34,8 +34,10 @@ pub(super) struct Context {
     file: Arc<dyn Storage>,
     /// The storage of contents: the file, without an external data file.
     data: Arc<dyn Storage>,
-    /// Whether the storage of contents encrypts them.
-    is_encrypted: bool,
+    /// The cipher that the storage of contents encrypts them with.
+    cipher: Option<Arc<SectorCipher>>,
+    /// Whether their sectors are numbered by their offsets in the disk, and not in the file.
+    is_numbered_by_disk: bool,
     /// The external data file, as it is.
     data_file: Option<Arc<dyn Storage>>,
     has_data_file: bool,
@@ -66,12 +68,13 @@ impl Context {
         let data = data_file.clone().unwrap_or_else(|| Arc::clone(&file));
         Self {
             name: Arc::clone(file.name()),
-            is_encrypted: cipher.is_some(),
-            data: match cipher {
+            is_numbered_by_disk: header.encryption == Encryption::Aes,
+            data: match cipher.clone() {
                 // Its sectors are numbered by their offsets in the file.
                 Some(cipher) => Arc::new(EncryptedStorage::new(data, cipher, 0)),
                 None => data,
             },
+            cipher,
             data_file,
             has_data_file: header.features.data_file(),
             has_raw_data_file: header.features.data_file() && header.features.raw_data_file(),
@@ -102,6 +105,19 @@ impl Context {
         &self.data
     }
 
+    /// The storage of the contents at `host`, which are the disk's at `at`: to read them.
+    pub(super) fn data_of(&self, at: GuestOffset, host: HostOffset) -> Arc<dyn Storage> {
+        match &self.cipher {
+            Some(cipher) if self.is_numbered_by_disk => {
+                let below = self.data_file.as_ref().unwrap_or(&self.file);
+                // Both are as far in their clusters, which are whole sectors.
+                let first = (at.0 / SECTOR as u64).wrapping_sub(host.0 / SECTOR as u64);
+                Arc::new(EncryptedStorage::numbered(Arc::clone(below), Arc::clone(cipher), 0, first))
+            }
+            _ => Arc::clone(&self.data),
+        }
+    }
+
     /// Makes the external data file as long as a disk of `size` bytes. What is added has no contents, encrypted or not.
     pub(super) async fn lengthen_data_file(&self, size: u64) -> Result<(), ImageError> {
         match &self.data_file {
@@ -112,7 +128,7 @@ impl Context {
 
     /// Whether contents are encrypted.
     pub(super) const fn is_encrypted(&self) -> bool {
-        self.is_encrypted
+        self.cipher.is_some()
     }
 
     /// Whether contents are in an external data file.

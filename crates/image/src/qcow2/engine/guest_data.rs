@@ -71,7 +71,7 @@ impl GuestData {
 
     /// Reads `into.len()` bytes at `host`, which are the disk's at `at`. Fails if the file ends before them.
     pub(super) async fn read_own(&self, at: GuestOffset, host: HostOffset, into: IoVector) -> Result<(), ImageError> {
-        let data = self.context.data();
+        let data = self.context.data_of(at, host);
         // Before its length is looked at: others may make it longer meanwhile.
         let before = self.lengths.data_before();
         data.read(host.0, into.clone()).await?;
@@ -79,7 +79,7 @@ impl GuestData {
             return Ok(());
         }
         let end = host.0.saturating_add(into.len() as u64);
-        let Some(length) = truncated_to(&**data, &into, end)? else { return Ok(()) };
+        let Some(length) = truncated_to(&*data, &into, end)? else { return Ok(()) };
         self.lengths.data_is_at_least(length);
         // Nothing fills up the last cluster of a file: it may have ended there from the beginning.
         let last = (end - 1) & !(self.context.geometry().cluster_size() - 1);

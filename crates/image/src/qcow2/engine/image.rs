@@ -105,7 +105,7 @@ use crate::disk::{Disk, MapEntry, Pending};
 use crate::error::ImageError;
 use crate::luks::SectorCipher;
 use crate::offset::{GuestOffset, HostOffset};
-use crate::qcow2::format::header::{Encryption, Header};
+use crate::qcow2::format::header::{AES_IS_READ_ONLY, Encryption, Header};
 use crate::qcow2::format::snapshot_table;
 use crate::qcow2::offline::check::{CheckOptions, CheckReport, Repair, repair_with};
 use crate::qcow2::offline::replay::replay;
@@ -199,6 +199,9 @@ impl Qcow2 {
         }
         if (header.encryption != Encryption::None) != cipher.is_some() {
             return Err(unsupported("it has to be opened with the cipher of its contents, or they are not encrypted"));
+        }
+        if header.encryption == Encryption::Aes && !read_only {
+            return Err(unsupported(AES_IS_READ_ONLY));
         }
         let (l1_at, entries) = (header.l1.0, u64::from(header.l1.1));
         if entries < geometry.l1_entries(header.size) {

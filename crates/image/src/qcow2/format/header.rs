@@ -42,13 +42,18 @@ pub(in crate::qcow2) const BITMAPS_MOST: u32 = 65535;
 /// The longest directory of bitmaps, in bytes: QEMU's limit.
 pub(in crate::qcow2) const BITMAP_DIRECTORY_MOST: u64 = BITMAPS_MOST as u64 * 1024;
 
-/// Encryption of contents. Images with LUKS are opened, others are only reported.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// Why an image with the old encryption is not written.
+pub(in crate::qcow2) const AES_IS_READ_ONLY: &str =
+    "it is encrypted with the old AES, and can only be read: convert it";
+
+/// Encryption of contents.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "lowercase")]
 pub enum Encryption {
     /// Not at all.
     #[default]
     None,
-    /// AES-CBC, as QEMU once had it.
+    /// AES-CBC with the passphrase itself as its key, as QEMU once had it: such images are only read.
     Aes,
     /// LUKS.
     Luks,
@@ -133,13 +138,21 @@ impl Header {
     /// [`ImageError::Corrupt`]: a field cannot be; [`ImageError::Unsupported`]: another version, an unknown
     /// incompatible feature, the old encryption with AES; what the storage says.
     pub async fn read(storage: &dyn Storage) -> Result<Self, ImageError> {
+        let header = Self::read_for_reading(storage).await?;
+        if header.encryption == Encryption::Aes {
+            return Err(Fault::Unsupported(AES_IS_READ_ONLY.into()).of(storage.name()));
+        }
+        Ok(header)
+    }
+
+    /// Reads the header of an image that is opened to be read only: its contents may be encrypted with the old AES.
+    ///
+    /// # Errors
+    /// As [`Header::read`] otherwise.
+    pub async fn read_for_reading(storage: &dyn Storage) -> Result<Self, ImageError> {
         let header = Self::read_to_examine(storage).await?;
         let length = storage.length()?;
         header.check_places(length).map_err(|fault| fault.of(storage.name()))?;
-        if header.encryption == Encryption::Aes {
-            let what = "it is encrypted with the old AES, which is not supported; convert it with qemu-img";
-            return Err(Fault::Unsupported(what.into()).of(storage.name()));
-        }
         Ok(header)
     }
 
@@ -583,11 +596,7 @@ mod tests {
                 &[0, 0, 4],
                 "memory: header, byte 36: an L1 table of 2 entries; a disk of 4399120252928 bytes needs 8194",
             ),
-            (
-                32,
-                &[0, 0, 0, 1],
-                "memory: it is encrypted with the old AES, which is not supported; convert it with qemu-img",
-            ),
+            (32, &[0, 0, 0, 1], "memory: it is encrypted with the old AES, and can only be read: convert it"),
             (36, &[1], "memory: header, byte 36: an L1 table of 16777218 entries; 4194304 is the most"),
             (44, &[0, 3, 2], "memory: header, byte 40: a table at 0x30200, which is not the beginning of a cluster"),
             (40, &[0, 1], "memory: L1 table at 0x1000000030000: its 16 bytes are not in the file of 197120 bytes"),
