@@ -263,7 +263,16 @@ impl IoVector {
     /// A copy of all bytes.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
-        self.buffers.iter().flat_map(Buffer::to_vec).collect()
+        // By the buffer: an iterator of all their bytes takes longer than zstd does for them.
+        let mut bytes = vec![0; self.len()];
+        let mut at = 0;
+        for buffer in &self.buffers {
+            if let Some(part) = bytes.get_mut(at..at + buffer.len()) {
+                buffer.copy_to(0, part);
+            }
+            at += buffer.len();
+        }
+        bytes
     }
 
     /// Zeroes all of it.
