@@ -24,11 +24,13 @@ mod cow;
 pub mod frame;
 mod free_page;
 mod guest;
+mod img;
 mod limosa;
 pub mod machine;
 pub mod measure;
 mod namespaces;
 mod options;
+mod page_cache;
 mod process;
 mod raw;
 pub mod report;
@@ -49,7 +51,7 @@ pub use report::Report;
 
 /// The benches that [`run`] knows.
 pub const NAMES: &[&str] =
-    &["clone", "cow", "free-page", "restore", "save", "serve", "stream", "zero-copy", "zero-page"];
+    &["clone", "cow", "free-page", "img", "restore", "save", "serve", "stream", "zero-copy", "zero-page"];
 
 /// Runs the bench of this name.
 ///
@@ -62,6 +64,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "clone" => clone::run(options)?,
         "cow" => cow::run(options)?,
         "free-page" => free_page::run(options)?,
+        "img" => img::run(options)?,
         "restore" => restore::run(options)?,
         "save" => save::run(options)?,
         "serve" => serve::run(options)?,

@@ -120,6 +120,13 @@ pub(crate) fn pss_kib(pid: u32) -> Result<u64> {
     kib_of(&text, "Pss:").with_context(|| format!("{path}: no line Pss"))
 }
 
+/// The most memory that a process has had at a time, in KiB.
+pub(crate) fn peak_kib(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let text = fs::read_to_string(&path).with_context(|| path.clone())?;
+    kib_of(&text, "VmHWM:").with_context(|| format!("{path}: no line VmHWM"))
+}
+
 /// The value of a line such as `Pss:     1234 kB`.
 fn kib_of(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
@@ -168,6 +175,7 @@ mod tests {
     #[test]
     fn this_process_has_memory() {
         assert!(pss_kib(std::process::id()).expect("this process") > 100);
+        assert!(peak_kib(std::process::id()).expect("this process") > 100);
         assert_eq!(kib_of("Rss:    9 kB\nPss:                1234 kB\nPss_Dirty: 7 kB\n", "Pss:"), Some(1234));
     }
 }

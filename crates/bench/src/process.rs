@@ -24,6 +24,29 @@ pub(crate) fn first_core() -> Result<usize> {
     (0..CpuSet::MAX_CPU).find(|core| cores.is_set(*core)).context("a process without a core")
 }
 
+/// Has the calling thread, and the children that it starts, run on one core until it is dropped.
+#[derive(Debug)]
+pub(crate) struct OneCore {
+    before: CpuSet,
+}
+
+impl OneCore {
+    pub(crate) fn begin() -> Result<Self> {
+        let before = sched_getaffinity(None).context("sched_getaffinity")?;
+        let mut one = CpuSet::new();
+        one.set(first_core()?);
+        sched_setaffinity(None, &one).context("sched_setaffinity")?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for OneCore {
+    fn drop(&mut self) {
+        // They were its own.
+        let _ = sched_setaffinity(None, &self.before);
+    }
+}
+
 /// A child process, killed and waited for when dropped.
 #[derive(Debug)]
 pub(crate) struct Process {
@@ -56,6 +79,11 @@ impl Process {
     /// The pipes to its standard input and from its standard output, if it has such; once.
     pub(crate) fn pipes(&mut self) -> Option<(ChildStdin, ChildStdout)> {
         self.child.stdin.take().zip(self.child.stdout.take())
+    }
+
+    /// Waits for its end, for the first time, and returns the most memory that it had, in KiB.
+    pub(crate) fn wait_for_peak_kib(&self) -> Result<u64> {
+        raw::peak_of_child_kib(self.pid()).context("waiting for a child")
     }
 
     /// How it ended, if it has.
@@ -178,6 +206,19 @@ mod tests {
         end_naming(directory.path());
         assert!(!named.wait().expect("waits").success());
         assert!(other.ended().expect("is asked").is_none());
+    }
+
+    #[test]
+    fn a_child_has_memory_and_one_core_where_it_is_started_so() {
+        let one = OneCore::begin().expect("is allowed");
+        let mut command = Command::new("nproc");
+        command.stdout(std::process::Stdio::piped()).stdin(std::process::Stdio::piped());
+        let mut process = Process::start(command, None).expect("starts");
+        drop(one);
+        assert!(process.wait_for_peak_kib().expect("ends") > 100);
+        let (_, printed) = process.pipes().expect("pipes");
+        assert_eq!(std::io::read_to_string(printed).expect("reads"), "1\n");
+        assert!(process.wait().expect("is still there").success());
     }
 
     #[test]

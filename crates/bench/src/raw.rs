@@ -160,6 +160,33 @@ pub(crate) fn children_cpu() -> io::Result<Duration> {
     Ok(duration(usage.ru_utime) + duration(usage.ru_stime))
 }
 
+/// Waits for a child's end and returns its peak resident memory in KiB. The child can still be waited for.
+///
+/// A child that was forked has this process's memory until it executes its program: no less than that is found.
+pub(crate) fn peak_of_child_kib(pid: u32) -> io::Result<u64> {
+    // SAFETY: both are plain numbers: all zeros is a value.
+    let (mut about, mut usage): (libc::siginfo_t, libc::rusage) = unsafe { std::mem::zeroed() };
+    loop {
+        // glibc's waitid has no usage, the kernel's has.
+        // SAFETY: the pointers are to a live, writable `siginfo_t` and `rusage`; the rest are numbers.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_waitid,
+                libc::P_PID,
+                pid,
+                &raw mut about,
+                libc::WEXITED | libc::WNOWAIT,
+                &raw mut usage,
+            )
+        };
+        match result {
+            0 => return u64::try_from(usage.ru_maxrss).map_err(io::Error::other),
+            _ if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            _ => return Err(io::Error::last_os_error()),
+        }
+    }
+}
+
 /// CPU time of a process and all its threads, also of those that have ended.
 pub(crate) fn process_cpu(pid: u32) -> io::Result<Duration> {
     let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;

@@ -1,6 +1,6 @@
 //! The VMs that are restored: a guest that beats, saved by limosa while it runs.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use limosa_page::to_usize;
-use rustix::fs::{Advice, SeekFrom, fadvise, fdatasync, seek, sendfile};
 use serde_json::Value;
 
 use crate::content::{fill_random, random_memory};
 use crate::guest::{self, BEAT, Task};
 use crate::limosa::Prepared;
 use crate::options::Options;
+use crate::page_cache;
 use crate::scratch::Scratch;
 use crate::vm::{Ram, Role, Vm};
 
@@ -73,11 +73,9 @@ impl Stored {
         Ok((Self { memory, content: pages * 4096, read: 0, sum: 0, path, _folder: folder }, vm))
     }
 
-    /// Has the kernel drop the file from the page cache. Parts that a process maps, or that are not written yet, stay.
+    /// As [`page_cache::chill`].
     pub(crate) fn chill(&self) -> Result<()> {
-        let file = File::open(&self.path).with_context(|| self.path.display().to_string())?;
-        fdatasync(&file).context("fdatasync")?;
-        fadvise(&file, 0, None, Advice::DontNeed).context("POSIX_FADV_DONTNEED")
+        page_cache::chill(&self.path)
     }
 
     /// The value of `-object` for a QEMU whose memory is this snapshot.
@@ -93,29 +91,9 @@ impl Stored {
         object.context("no -object in what limosa inspect --qemu-args prints")
     }
 
-    /// Brings the file into the page cache, even if the kernel has dropped parts of it meanwhile. Holes are left alone:
-    /// to read them would fill the cache with nothing.
+    /// As [`page_cache::warm`].
     pub(crate) fn warm(&self) -> Result<()> {
-        let file = File::open(&self.path).with_context(|| self.path.display().to_string())?;
-        let nowhere = File::options().write(true).open("/dev/null").context("/dev/null")?;
-        let mut at = 0;
-        loop {
-            let end = match seek(&file, SeekFrom::Data(at)) {
-                Ok(start) => {
-                    at = start;
-                    seek(&file, SeekFrom::Hole(start)).context("SEEK_HOLE")?
-                }
-                Err(rustix::io::Errno::NXIO) => return Ok(()),
-                Err(error) => return Err(error).context("SEEK_DATA"),
-            };
-            while at < end {
-                // Without a copy, because the bytes are not used.
-                let most = to_usize(end - at).min(1 << 30);
-                if sendfile(&nowhere, &file, Some(&mut at), most).context("reading the snapshot")? == 0 {
-                    return Ok(());
-                }
-            }
-        }
+        page_cache::warm(&self.path)
     }
 }
 

@@ -97,6 +97,30 @@ fn a_cold_snapshot_is_read_from_disk() {
 }
 
 #[test]
+fn every_command_on_images_is_measured_beside_qemu_img() {
+    if qemu_skipped() {
+        return;
+    }
+    // Direct files are not what every temporary directory has.
+    let dir = env!("CARGO_TARGET_TMPDIR");
+    let report = runs(&["img", "--size", "4M", "--dir", dir], 2 * (33 + 8) + 2 * 3, 33 + 2 + 8 + 1);
+    for case in report["cases"].as_array().unwrap() {
+        let variant = case["variant"].as_str().unwrap();
+        let peak = case["counters"]["peak_rss_kib"].as_u64().unwrap_or(0);
+        assert!(peak > 1000 || variant.starts_with("cipher"), "{case}");
+    }
+    let result = |case: &str, variant: &str| {
+        let mut cases = report["cases"].as_array().unwrap().iter();
+        let found = cases.find(|found| found["case"] == case && found["variant"] == variant);
+        found.unwrap()["counters"]["result_kib"].as_u64().unwrap()
+    };
+    for variant in ["limosa", "qemu-img"] {
+        assert_eq!(result("convert qcow2 to raw", variant), 4096);
+        assert!((500..1800).contains(&result("compress zlib", variant)), "{report}");
+    }
+}
+
+#[test]
 fn a_save_is_measured_on_several_channels() {
     if qemu_skipped() {
         return;

@@ -19,26 +19,26 @@ const SOON: Duration = Duration::from_secs(20);
 
 /// A load.
 #[derive(Debug, Clone)]
-pub(super) struct Load {
+pub(crate) struct Load {
     /// Bytes of the disk.
-    pub(super) size: u64,
+    pub(crate) size: u64,
     /// Bytes of a request.
-    pub(super) length: u32,
+    pub(crate) length: u32,
     /// Bytes from one request to the next; none: anywhere.
-    pub(super) step: Option<u64>,
-    pub(super) write: bool,
+    pub(crate) step: Option<u64>,
+    pub(crate) write: bool,
     /// Requests in flight, on each connection.
-    pub(super) depth: u64,
+    pub(crate) depth: u64,
     /// Requests on all connections.
-    pub(super) count: u64,
+    pub(crate) count: u64,
     /// Connections, or queues of a device.
-    pub(super) connections: u64,
-    pub(super) front: Front,
+    pub(crate) connections: u64,
+    pub(crate) front: Front,
 }
 
 /// How the disk is reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Front {
+pub(crate) enum Front {
     /// NBD over a unix socket.
     Unix,
     /// NBD over TCP.
@@ -49,32 +49,32 @@ pub(super) enum Front {
 
 impl Load {
     /// Writes of 4 KiB anywhere on a disk of `size` bytes, 16 in flight on one connection; none yet.
-    pub(super) const fn new(size: u64) -> Self {
+    pub(crate) const fn new(size: u64) -> Self {
         Self { size, length: 4096, step: None, write: true, depth: 16, count: 0, connections: 1, front: Front::Unix }
     }
 }
 
 /// A connection.
-pub(super) trait Stream: Read + Write + Send {}
+pub(crate) trait Stream: Read + Write + Send {}
 
 impl<S: Read + Write + Send> Stream for S {}
 
 /// The result of a load.
 #[derive(Debug)]
-pub(super) struct Outcome {
-    pub(super) wall: Duration,
+pub(crate) struct Outcome {
+    pub(crate) wall: Duration,
     /// Nanoseconds from a request to its reply.
-    pub(super) latencies: Vec<u64>,
+    pub(crate) latencies: Vec<u64>,
 }
 
 /// Those who use the disk.
-pub(super) enum Clients {
+pub(crate) enum Clients {
     Connections(Vec<Box<dyn Stream>>),
     Driver(Box<BlkClient>),
 }
 
 /// Connects as often as the load asks for, and uses the export.
-pub(super) fn connect(address: &Address, load: &Load) -> Result<Clients> {
+pub(crate) fn connect(address: &Address, load: &Load) -> Result<Clients> {
     if let Address::Device(path, queues) = address {
         let settings = BlkSettings { queues: *queues, without: 0 };
         return Ok(Clients::Driver(Box::new(when_it_listens(|| BlkClient::connect(path, settings))?)));
@@ -119,7 +119,7 @@ fn connect_one(address: &Address) -> Result<Box<dyn Stream>> {
 }
 
 /// Puts the load on the server.
-pub(super) fn run(clients: &mut Clients, load: &Load) -> Result<Outcome> {
+pub(crate) fn run(clients: &mut Clients, load: &Load) -> Result<Outcome> {
     match clients {
         Clients::Connections(connections) => run_connections(connections, load),
         Clients::Driver(driver) => run_driver(driver, load),

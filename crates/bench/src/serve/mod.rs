@@ -4,8 +4,8 @@
 //! socket; one client puts the same requests on each, and its clock begins with the first one. CPU time is the server's
 //! alone. What the client and the socket allow at most is shown by devices that keep nothing.
 
-mod client;
-mod servers;
+pub(crate) mod client;
+pub(crate) mod servers;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

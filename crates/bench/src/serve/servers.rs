@@ -9,18 +9,18 @@ use super::Disk;
 use super::client::{Front, Load};
 use crate::process::Process;
 
-pub(super) const LIMOSA: &str = "limosa";
+pub(crate) const LIMOSA: &str = "limosa";
 /// limosa without a journal: a server that is killed loses what clients have not flushed.
 pub(super) const UNRECORDED: &str = "limosa, no journal";
-pub(super) const QEMU: &str = "qemu-storage-daemon";
+pub(crate) const QEMU: &str = "qemu-storage-daemon";
 pub(super) const NBDKIT: &str = "nbdkit";
 
 /// The name of the export.
-pub(super) const EXPORT: &str = "disk";
+pub(crate) const EXPORT: &str = "disk";
 
 /// The address of a server.
 #[derive(Debug, Clone)]
-pub(super) enum Address {
+pub(crate) enum Address {
     Unix(PathBuf),
     /// A port of the loopback address.
     Tcp(u16),
