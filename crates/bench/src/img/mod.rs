@@ -1,8 +1,8 @@
 //! `limosa img` beside stock `qemu-img`: the same command lines on the same images, in turns, round by round.
 //!
 //! Law: every run begins with images that are the same, with what others wrote on disk, and with no output there.
-//! Sources are in the page cache, where direct cases do not look. The clock ends with the program: neither makes a new image
-//! durable unless its cache mode says so.
+//! Sources are in the page cache, where direct cases do not look. The clock ends with the program: neither makes a new
+//! image durable unless its cache mode says so.
 
 mod cases;
 mod images;
@@ -111,8 +111,9 @@ fn judge(report: &mut Report, all: &[Series], cases: &[Case], why: &str) {
         let least = if case.goal == Goal::Compression && many { COMPRESSION } else { EVEN };
         report.targets.push(Target::new(name, Bound::AtLeast(least), times, why));
         if case.goal == Goal::Compression {
-            let sizes = ratio(all, case.name, LIMOSA, STOCK, LENGTH);
-            let name = format!("{}: {LENGTH} of {LIMOSA} / {STOCK}", case.name);
+            // Not the length: stock's file ends with space that it has allocated ahead.
+            let sizes = ratio(all, case.name, LIMOSA, STOCK, ALLOCATED);
+            let name = format!("{}: {ALLOCATED} of {LIMOSA} / {STOCK}", case.name);
             let got = sizes.as_ref().map(|ratio| ratio.median);
             report.targets.push(Target::new(name, Bound::AtMost(1.02), got, why));
             report.ratios.extend(sizes);
