@@ -10,6 +10,8 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 
 use limosa_page::holes::data_ranges;
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
 
 use crate::file::open::OpenFile;
 use crate::storage::{Extent, ExtentKind};
@@ -46,10 +48,12 @@ struct Map {
     extents: [MapExtent; AT_A_TIME as usize],
 }
 
-/// The extents of `range`.
+/// Returns the extents of `range`. A hole at its end is reported up to the next extent, so that a caller that searches
+/// for the end of a hole finds it at the first call.
 pub(crate) fn extents(file: &OpenFile, range: Range<u64>) -> io::Result<Vec<Extent>> {
     let mut found = Found(Vec::new());
-    let end = file.length()?.clamp(range.start, range.end.max(range.start));
+    let length = file.length()?;
+    let mut end = length.clamp(range.start, range.end.max(range.start));
     let mut at = range.start;
     if file.is_block_device {
         found.push(at..end, ExtentKind::Data);
@@ -61,6 +65,11 @@ pub(crate) fn extents(file: &OpenFile, range: Range<u64>) -> io::Result<Vec<Exte
             found.push(data, ExtentKind::Data);
         }
         zeros(file, at..end, &mut found);
+        if at < end && end < length && found.ends_in_hole() {
+            let hole_end = hole_end(file, end..length);
+            found.push(end..hole_end, ExtentKind::Hole);
+            end = hole_end;
+        }
     }
     found.push(end..range.end, ExtentKind::Hole);
     Ok(found.0)
@@ -77,6 +86,21 @@ impl Found {
             _ => self.0.push(Extent { range, kind }),
         }
     }
+
+    fn ends_in_hole(&self) -> bool {
+        self.0.last().is_some_and(|last| last.kind == ExtentKind::Hole)
+    }
+}
+
+/// Where a hole ends that begins at `rest.start` or before, by one look at the rest of the file.
+fn hole_end(file: &OpenFile, rest: Range<u64>) -> u64 {
+    let data = match seek(&file.fd, SeekFrom::Data(rest.start)) {
+        Ok(data) => data.clamp(rest.start, rest.end),
+        Err(Errno::NXIO) => rest.end,
+        Err(_) => return rest.start,
+    };
+    let first = map(file, rest.start..data).and_then(|(extents, _)| extents.first().map(|extent| extent.logical));
+    first.map_or(data, |first| first.clamp(rest.start, data))
 }
 
 /// Splits a range that reads as zeros into unwritten extents and holes.

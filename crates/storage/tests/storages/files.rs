@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -174,6 +175,26 @@ fn unwritten_space_is_distinguished_from_holes_and_from_data() {
         block_on(storage.discard(0..65536)).unwrap();
         assert_eq!(storage.extents(0..65536).unwrap()[0].kind, ExtentKind::Hole);
     }
+}
+
+#[test]
+fn a_hole_is_reported_up_to_what_follows_it() {
+    let folder = TempDir::new().unwrap();
+    let storage = made(&folder, FileOptions::default());
+    block_on(storage.set_len(64 << 20)).unwrap();
+    block_on(storage.write(32 << 20, Buffer::from_slice(&[1; 65536]).into())).unwrap();
+    block_on(storage.allocate(48 << 20..49 << 20)).unwrap();
+    let first = |range: Range<u64>| storage.extents(range).unwrap()[0].clone();
+    let after = (32 << 20) + 65536;
+    for (asked, found) in [
+        (0..4096, 0..32 << 20),
+        (after..after + 4096, after..48 << 20),
+        (50 << 20..51 << 20, 50 << 20..64 << 20),
+        (63 << 20..70 << 20, 63 << 20..70 << 20),
+    ] {
+        assert_eq!((first(asked.clone()).range, first(asked).kind), (found, ExtentKind::Hole));
+    }
+    assert_eq!(first(48 << 20..(48 << 20) + 4096).range.end, (48 << 20) + 4096);
 }
 
 #[test]
