@@ -3,11 +3,14 @@
 //! Law: the exit status says how bad it is, as qemu-img's does: scripts look at nothing else.
 
 use std::process::ExitCode;
+use std::thread;
 
+use limosa_image::chain::ImageFile;
 use limosa_image::qcow2::{CheckReport, Finding};
 use limosa_storage::block_on;
 use serde_json::{Map, Value, json};
 
+use super::looking::{ATTEMPTS, Look, PAUSE, look};
 use super::options::CheckOptions;
 use super::pretty::pretty;
 use super::{object, open};
@@ -20,6 +23,8 @@ const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;
 /// Images of this format have nothing to check.
 const NOT_CHECKED: u8 = 63;
+/// Of what is found in an image that is in use.
+const NOT_CERTAIN: &str = "it is in use, and its writer may not have completed a change; check it when it is not.";
 
 /// Prints the findings that were kept to stderr.
 fn say_findings(findings: &[Finding], left_out: u64) {
@@ -39,8 +44,8 @@ fn percent(part: u64, whole: u64) -> f64 {
     part * 100.0 / whole
 }
 
-/// Describes the state of an image for people.
-fn lines(report: &CheckReport) -> Vec<String> {
+/// Describes the state of an image for people. `in_use`: a writer has it, and no damage is certain.
+fn lines(report: &CheckReport, in_use: bool) -> Vec<String> {
     let mut lines = Vec::new();
     if report.leaks_fixed > 0 || report.corruptions_fixed > 0 {
         lines.push(format!(
@@ -53,13 +58,12 @@ fn lines(report: &CheckReport) -> Vec<String> {
     }
     if report.corruptions > 0 {
         let found = if report.corruptions == 1 { "error was" } else { "errors were" };
-        lines.push(format!(
-            "{} {found} found on the image: data may be lost, and writing to it can lose more.",
-            report.corruptions
-        ));
+        let what = if in_use { NOT_CERTAIN } else { "data may be lost, and writing to it can lose more." };
+        lines.push(format!("{} {found} found on the image: {what}", report.corruptions));
     }
     if report.leaks > 0 {
         lines.push(match report.leaks {
+            leaks if in_use => format!("{leaks} leaked clusters were found on the image: {NOT_CERTAIN}"),
             1 => "1 leaked cluster was found on the image: it costs space, no data.".to_owned(),
             leaks => format!("{leaks} leaked clusters were found on the image: they cost space, no data."),
         });
@@ -122,8 +126,27 @@ fn status(report: &CheckReport) -> ExitCode {
 
 pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
     let source = &options.source;
-    let file = open::file(source, options.repair.is_none())?;
-    let Some(report) = block_on(file.check(options.repair, &object::secrets()))? else {
+    let (file, report, in_use) = if options.repair.is_some() {
+        let file = open::file(source, false)?;
+        let report = block_on(file.check(options.repair, &object::secrets()))?;
+        (file, report, false)
+    } else {
+        let Look { found: (file, mut report), in_use } = look(source, |image| {
+            let file = block_on(ImageFile::open(&image.reference, &image.options))?;
+            let report = block_on(file.check(None, &object::secrets()))?;
+            Ok((file, report))
+        })?;
+        // A change that was under way is complete when it is looked at again.
+        for _ in 1..ATTEMPTS {
+            if !in_use || report.as_ref().is_none_or(CheckReport::is_clean) {
+                break;
+            }
+            thread::sleep(PAUSE);
+            report = block_on(file.check(None, &object::secrets()))?;
+        }
+        (file, report, in_use)
+    };
+    let Some(report) = report else {
         say_named!("{}: images of format {} have nothing to check", source.name, file.format);
         return Ok(ExitCode::from(NOT_CHECKED));
     };
@@ -131,7 +154,7 @@ pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
     if options.json {
         print_out!("{}", pretty(&object(&report, &source.name.to_string(), file.format.name()))?);
     } else if !options.quiet {
-        for line in lines(&report) {
+        for line in lines(&report, in_use) {
             print_out!("{line}");
         }
     }
@@ -165,18 +188,20 @@ mod tests {
     #[test]
     fn figures_are_printed_in_qemu_imgs_lines() {
         assert_eq!(
-            lines(&report()),
+            lines(&report(), false),
             [
                 "No errors were found on the image.",
                 "19/400 = 4.75% allocated, 5.26% fragmented, 0.00% compressed clusters",
                 "Image end offset: 2097152"
             ]
         );
-        assert_eq!(lines(&with(|report| report.image_end_offset = 7)).len(), 2);
-        let one = lines(&faulty(1, 1, 1));
+        assert_eq!(lines(&with(|report| report.image_end_offset = 7), false).len(), 2);
+        let one = lines(&faulty(1, 1, 1), false);
         assert!(one[0].starts_with("1 error was") && one[1].starts_with("1 leaked cluster was"), "{one:?}");
         let bad = faulty(2, 3, 4);
-        let lines = lines(&bad);
+        let uncertain = lines(&bad, true);
+        assert!(uncertain[..2].iter().all(|line| line.ends_with(NOT_CERTAIN)), "{uncertain:?}");
+        let lines = lines(&bad, false);
         assert!(
             lines[0].starts_with("3 errors") && lines[1].starts_with("2 leaked") && lines[2].starts_with("4 places")
         );

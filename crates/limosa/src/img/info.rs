@@ -5,12 +5,12 @@
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-use limosa_image::chain::NamedImage;
+use limosa_image::chain::{ImageFile, NamedImage};
 use limosa_image::info::{FormatSpecific, ImageInfo, SnapshotInfo};
 use limosa_storage::block_on;
 use serde_json::Value;
 
-use super::open;
+use super::looking::look;
 use super::options::InfoOptions;
 use super::pretty::pretty;
 use super::size::for_people;
@@ -18,12 +18,17 @@ use crate::report;
 use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &InfoOptions) -> anyhow::Result<ExitCode> {
-    let chain = if options.backing_chain {
-        let NamedImage { reference, options, .. } = open::resolve(&options.source)?;
-        block_on(ImageInfo::of_chain(&reference, &options))?
-    } else {
-        vec![block_on(ImageInfo::of(&open::file(&options.source, true)?))?]
-    };
+    let all = options.backing_chain;
+    let chain = look(&options.source, |NamedImage { reference, options, .. }| {
+        let infos = async {
+            if all {
+                return ImageInfo::of_chain(reference, options).await;
+            }
+            Ok(vec![ImageInfo::of(&ImageFile::open(reference, options).await?).await?])
+        };
+        Ok(block_on(infos)?)
+    })?;
+    let chain = chain.found;
     if options.json {
         let text = match chain.as_slice() {
             [one] if !options.backing_chain => pretty(one)?,

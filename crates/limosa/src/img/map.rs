@@ -6,12 +6,13 @@ use std::any::Any;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use limosa_image::chain;
 use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, MapEntry};
 use limosa_nbd::protocol::allocation;
 use limosa_nbd::{ContextExtent, NbdStorage};
 use limosa_storage::{Storage, block_on};
 
-use super::open;
+use super::looking::{Look, look, uncertain};
 use super::options::MapOptions;
 use limosa_console::{check_stdout, print_out};
 
@@ -132,22 +133,25 @@ fn each_in_context(
 }
 
 pub(crate) fn run(options: &MapOptions) -> anyhow::Result<ExitCode> {
-    let disk = open::to_read(&options.source)?;
+    let Look { found: disk, in_use } =
+        look(&options.source, |image| Ok(block_on(chain::open(&image.reference, &image.options))?))?;
     let start = options.start;
     let end = options.length.map_or(disk.len(), |length| start.saturating_add(length).min(disk.len()));
-    if options.json {
-        print_json(&*disk, start, end)?;
-    } else {
-        print_out!("{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to");
-        block_on(each(&*disk, start, end, |run| {
-            if let Some(line) = run.line()? {
-                print_out!("{line}");
-            }
-            Ok(())
-        }))?;
-    }
+    let printed = if options.json { print_json(&*disk, start, end) } else { print_lines(&*disk, start, end) };
+    printed.map_err(|error| if in_use { uncertain(error) } else { error })?;
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A table, a row for each run that has an offset.
+fn print_lines(disk: &dyn Disk, start: u64, end: u64) -> anyhow::Result<()> {
+    print_out!("{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to");
+    block_on(each(disk, start, end, |run| {
+        if let Some(line) = run.line()? {
+            print_out!("{line}");
+        }
+        Ok(())
+    }))
 }
 
 /// One array, an element a line.

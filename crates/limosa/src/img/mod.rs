@@ -15,6 +15,7 @@ mod dd;
 mod format_options;
 mod info;
 pub(crate) mod interrupt;
+mod looking;
 mod map;
 mod measure;
 mod meter;

@@ -3,11 +3,13 @@
 use std::process::ExitCode;
 
 use limosa_image::Format;
+use limosa_image::chain::ImageFile;
 use limosa_image::info::ImageInfo;
 use limosa_image::qcow2::{CheckOptions, change_snapshots};
 use limosa_storage::block_on;
 
 use super::info::snapshots;
+use super::looking::look;
 use super::open;
 use super::options::SnapshotOptions;
 use super::pretty::pretty;
@@ -15,20 +17,26 @@ use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &SnapshotOptions) -> anyhow::Result<ExitCode> {
     let source = &options.source;
-    let file = open::file(source, options.change.is_none())?;
     match &options.change {
         None => {
-            let info = block_on(ImageInfo::of(&file))?;
+            let info = look(source, |image| {
+                let info = async { ImageInfo::of(&ImageFile::open(&image.reference, &image.options).await?).await };
+                Ok(block_on(info)?)
+            })?;
+            let taken = info.found.snapshots;
             if options.json {
-                print_out!("{}", pretty(&info.snapshots)?);
-            } else if !info.snapshots.is_empty() {
-                print_out!("{}", snapshots(&info.snapshots).join("\n"));
+                print_out!("{}", pretty(&taken)?);
+            } else if !taken.is_empty() {
+                print_out!("{}", snapshots(&taken).join("\n"));
             }
         }
-        Some(_) if file.format != Format::Qcow2 => {
-            anyhow::bail!("{}: format raw has no internal snapshots", source.name);
+        Some(change) => {
+            let file = open::file(source, false)?;
+            if file.format != Format::Qcow2 {
+                anyhow::bail!("{}: format raw has no internal snapshots", source.name);
+            }
+            block_on(change_snapshots(&*file.storage, change, CheckOptions::default()))?;
         }
-        Some(change) => block_on(change_snapshots(&*file.storage, change, CheckOptions::default()))?,
     }
     check_stdout()?;
     Ok(ExitCode::SUCCESS)

@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 
 use limosa_testkit::Process;
 
-use crate::bed::{Answer, Bed};
+use crate::bed::{Answer, Bed, assert_one_line, poke};
 use crate::needs_qemu;
 use crate::stage::wait_for;
 
@@ -20,13 +20,17 @@ fn what_another_process_writes_is_left_alone_unless_that_is_asked_for() {
     wait_for("qemu-io to write to the image", || {
         bed.qemu_img(&["map", "-U", "--output=json", "x"]).stdout.contains("\"data\": true").then_some(())
     });
-    for words in
-        [&["info", "x"][..], &["check", "x"], &["map", "x"], &["check", "-r", "all", "x"], &["resize", "x", "2M"]]
-    {
+    for words in [
+        &["measure", "x"][..],
+        &["convert", "x", "y"],
+        &["check", "-r", "all", "x"],
+        &["resize", "x", "2M"],
+        &["snapshot", "-c", "s", "x"],
+    ] {
         bed.both_refuse(words, "x");
     }
     // Without a lock it can be read: the program names the option, wherever it prints the error.
-    for (words, status) in [(&["info", "x"][..], 1), (&["compare", "x", "x"], 2)] {
+    for (words, status) in [(&["measure", "x"][..], 1), (&["compare", "x", "x"], 2)] {
         let ours = Answer::from(bed.limosa(words));
         assert!(ours.status == Some(status) && ours.stderr.trim_end().ends_with("use -U"), "{words:?}: {ours:?}");
     }
@@ -48,4 +52,78 @@ fn what_another_process_writes_is_left_alone_unless_that_is_asked_for() {
     drop(writer);
     bed.limosa(&["check", "-q", "x"]).success();
     bed.both_say(&["map", "x"]);
+}
+
+/// QEMU, writing to the image `x`: it holds its lock, and has more of the image in memory than in the file.
+fn writer(bed: &Bed) -> Process {
+    let mut daemon = Command::new("qemu-storage-daemon");
+    daemon.args(["--blockdev", "file,node-name=f,filename=x", "--blockdev", "qcow2,node-name=q,file=f"]);
+    daemon.args(["--nbd-server", "addr.type=unix,addr.path=s"]);
+    daemon.args(["--export", "nbd,id=e,node-name=q,name=q,writable=on"]);
+    daemon.current_dir(bed.path("")).stdout(Stdio::null());
+    let daemon = Process::spawn("qemu-storage-daemon", daemon).unwrap();
+    wait_for("the server of the writer", || bed.path("s").exists().then_some(()));
+    daemon
+}
+
+#[test]
+fn a_look_needs_no_lock_of_an_image_that_qemu_writes_and_says_so() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "x", "64M"]);
+    bed.qemu_io("x", &["write -P 1 0 1M"]);
+    bed.qemu_img(&["snapshot", "-c", "s", "x"]).success();
+    bed.create(&["-f", "qcow2", "-b", "x", "-F", "qcow2", "above"]);
+    let _writer = writer(&bed);
+    for words in [
+        &["info", "x"][..],
+        &["info", "--output", "json", "x"],
+        &["info", "--backing-chain", "above"],
+        &["map", "x"],
+        &["map", "--output", "json", "above"],
+        &["snapshot", "-l", "x"],
+        &["check", "--output", "json", "x"],
+    ] {
+        assert_eq!(bed.qemu_img(words).status, Some(1), "{words:?}");
+        let ours = Answer::from(bed.limosa(words)).success();
+        assert_one_line(&ours, words, "another process writes to it (it is open in qemu-storage-da");
+        // Asked for, it is as with stock, and not commented on.
+        let stock = bed.qemu_img(&[words, &["-U"]].concat());
+        let shared = Answer::from(bed.limosa(&[words, &["-U"]].concat())).success();
+        assert_eq!((shared.stderr.as_str(), &ours.stdout), ("", &shared.stdout), "{words:?}");
+        if !words.contains(&"json") {
+            assert_eq!(ours.stdout, stock.stdout, "{words:?}");
+        }
+    }
+    for words in [&["check", "-r", "leaks", "x"][..], &["snapshot", "-d", "s", "x"]] {
+        bed.both_refuse(words, "x");
+    }
+}
+
+#[test]
+fn damage_in_an_image_that_is_in_use_is_not_certain() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "x", "64M"]);
+    bed.qemu_io("x", &["write -P 1 0 1M"]);
+    let writer = writer(&bed);
+    // A cluster whose refcount is not written yet, and then a table that is not: as a writer's changes may be seen.
+    let layout = std::fs::read(bed.path("x")).unwrap();
+    let field = |at: usize| u64::from_be_bytes(layout[at..at + 8].try_into().unwrap());
+    let table = usize::try_from(field(48)).unwrap();
+    let block = field(table);
+    poke(&bed.path("x"), block + 2 * 6, &[0, 0]);
+    let words = ["check", "x"];
+    let ours = Answer::from(bed.limosa(&words));
+    let stock = bed.qemu_img(&["check", "-U", "x"]);
+    assert_eq!((ours.status, stock.status), (Some(2), Some(2)), "{ours:?} {stock:?}");
+    assert!(ours.stdout.contains("it is in use") && !ours.stdout.contains("data may be lost"), "{ours:?}");
+    let l1 = field(40);
+    poke(&bed.path("x"), l1, &[0xff]);
+    for words in [&["map", "x"][..], &["map", "--output", "json", "x"]] {
+        let ours = Answer::from(bed.limosa(words));
+        assert_eq!(ours.status, Some(1), "{ours:?}");
+        assert!(ours.stderr.contains("look again") && !ours.stderr.contains("-r all"), "{ours:?}");
+    }
+    drop(writer);
 }
