@@ -8,6 +8,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use limosa_page::broken_invariant;
 use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Storage, StorageError};
@@ -207,7 +208,16 @@ impl UnfinishedFiles {
 
     /// Removes all of them, for a process that is about to end.
     pub fn remove_all(&self) -> RemovalGuard<'_> {
-        let mut paths = self.0.lock();
+        Self::remove(self.0.lock())
+    }
+
+    /// As [`remove_all`](Self::remove_all), for a thread that may be creating a file itself; `None`: nothing is
+    /// removed, because a file was still being created after `wait`.
+    pub fn try_remove_all(&self, wait: Duration) -> Option<RemovalGuard<'_>> {
+        self.0.try_lock_for(wait).map(Self::remove)
+    }
+
+    fn remove(mut paths: MutexGuard<'_, Vec<PathBuf>>) -> RemovalGuard<'_> {
         for path in paths.drain(..) {
             // One that is gone already needs no removal, and there is nobody left to report another failure to.
             let _ = fs::remove_file(path);

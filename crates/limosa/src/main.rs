@@ -19,6 +19,7 @@ mod img;
 mod import;
 mod inspect;
 mod job;
+mod memory_limit;
 mod packaging;
 mod program;
 mod receive;
@@ -41,6 +42,10 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use args::Command;
+use memory_limit::LimitedAllocator;
+
+#[global_allocator]
+static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 
 fn main() -> ExitCode {
     let cli = match program::parse() {

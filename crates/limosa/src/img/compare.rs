@@ -21,7 +21,7 @@ const OPEN: u8 = 2;
 /// The allocation cannot be determined.
 const MAP: u8 = 3;
 /// Contents cannot be read.
-const READ: u8 = 4;
+pub(super) const READ: u8 = 4;
 
 pub(crate) fn run(options: &CompareOptions) -> anyhow::Result<ExitCode> {
     let images = open::to_read(&options.first).and_then(|first| Ok((first, open::to_read(&options.second)?)));

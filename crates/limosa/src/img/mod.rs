@@ -15,6 +15,7 @@ mod dd;
 mod format_options;
 mod info;
 pub(crate) mod interrupt;
+pub(crate) mod limits;
 mod looking;
 mod map;
 mod measure;
@@ -37,13 +38,17 @@ use crate::args::{ImgArgs, ImgCommand};
 use crate::program;
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
-    match (object::define(args.command.objects()), &args.command) {
-        (Ok(()), _) => {}
-        // 1 would say that two images differ.
-        (Err(error), ImgCommand::Compare(_)) => return Ok(compare::refuse(&error)),
-        (Err(error), _) => return Err(error),
-    }
+    // Before there is a limit of memory, which its thread would be the first to reach.
     interrupt::listen()?;
+    if let Some(open) = args.command.open() {
+        // 1 would say that two images differ.
+        let status = if matches!(args.command, ImgCommand::Compare(_)) { compare::READ } else { 1 };
+        match (open.limits.limits().set(status).and_then(|()| object::define(open.object.all())), &args.command) {
+            (Ok(()), _) => {}
+            (Err(error), ImgCommand::Compare(_)) => return Ok(compare::refuse(&error)),
+            (Err(error), _) => return Err(error),
+        }
+    }
     let checks = matches!(args.command, ImgCommand::Check(_));
     let done = match args.command {
         ImgCommand::Create(args) => create::run(&args.resolve()?),

@@ -17,6 +17,7 @@ mod create;
 mod dd;
 mod info;
 mod interrupt;
+mod limits;
 mod locks;
 mod luks;
 mod map;

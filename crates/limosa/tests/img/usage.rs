@@ -139,7 +139,9 @@ fn help_tells_of_every_command() {
         assert!(help.contains(&format!("\n  {command} ")), "{command}: {help}");
         let own = img(&[command, "--help"]).success().stdout;
         assert!(own.contains("Usage: limosa img"), "{own}");
-        assert!(own.contains("--untrusted"), "{own}");
+        for option in ["--untrusted", "--limit-memory", "--limit-time"] {
+            assert!(own.contains(option), "{own}");
+        }
     }
 }
 

@@ -1,12 +1,16 @@
 //! Arguments that several commands of `limosa img` share: how an image is named and opened.
 
 use std::ffi::OsStr;
+use std::time::Duration;
 
 use clap::{ArgAction, Args, ValueEnum};
+use limosa_console::parse;
 use limosa_storage::{CacheMode, Io};
 
+use crate::img::limits::Limits;
 use crate::img::object::Secret;
 use crate::img::options::{Name, Source};
+use crate::img::size::parse_size;
 
 #[derive(Debug, Args)]
 pub(crate) struct ObjectArg {
@@ -32,6 +36,28 @@ pub(crate) struct OpenArgs {
 
     #[command(flatten)]
     pub(crate) object: ObjectArg,
+
+    #[command(flatten)]
+    pub(crate) limits: LimitArgs,
+}
+
+/// Limits of a command, for images from strangers.
+#[derive(Debug, Args)]
+pub(crate) struct LimitArgs {
+    /// Fail if more memory is needed than this: 64M, 1G
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    limit_memory: Option<u64>,
+
+    /// Fail if it takes longer than this: 500ms, 30s, 10m
+    #[arg(long, value_name = "TIME", value_parser = parse::time)]
+    limit_time: Option<Duration>,
+}
+
+impl LimitArgs {
+    /// The limits.
+    pub(crate) fn limits(&self) -> Limits {
+        Limits { memory: self.limit_memory, time: self.limit_time }
+    }
 }
 
 /// One image that exists, but for its name.

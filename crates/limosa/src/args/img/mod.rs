@@ -25,8 +25,6 @@ use std::ffi::OsString;
 
 use clap::{Args, Subcommand};
 
-use crate::img::object::Secret;
-
 pub(crate) use amend::ImgAmendArgs;
 pub(crate) use bench::ImgBenchArgs;
 pub(crate) use bitmap::ImgBitmapArgs;
@@ -94,26 +92,25 @@ pub(crate) enum ImgCommand {
 }
 
 impl ImgCommand {
-    /// Objects that `--object` defined.
-    pub(crate) fn objects(&self) -> &[Secret] {
-        let object = match self {
-            Self::Create(args) => &args.open.object,
-            Self::Info(args) => &args.image.open.object,
-            Self::Check(args) => &args.image.open.object,
-            Self::Map(args) => &args.image.open.object,
-            Self::Convert(args) => &args.open.object,
-            Self::Compare(args) => &args.open.object,
-            Self::Dd(args) => &args.image.open.object,
-            Self::Measure(args) => &args.image.open.object,
-            Self::Resize(args) => &args.image.open.object,
-            Self::Amend(args) => &args.image.open.object,
-            Self::Commit(args) => &args.image.open.object,
-            Self::Rebase(args) => &args.image.open.object,
-            Self::Snapshot(args) => &args.image.open.object,
-            Self::Bitmap(args) => &args.image.open.object,
-            Self::Bench(args) => &args.image.open.object,
-            Self::Other(_) => return &[],
-        };
-        object.all()
+    /// How its images are opened; `None`: it is no command.
+    pub(crate) fn open(&self) -> Option<&OpenArgs> {
+        Some(match self {
+            Self::Create(args) => &args.open,
+            Self::Info(args) => &args.image.open,
+            Self::Check(args) => &args.image.open,
+            Self::Map(args) => &args.image.open,
+            Self::Convert(args) => &args.open,
+            Self::Compare(args) => &args.open,
+            Self::Dd(args) => &args.image.open,
+            Self::Measure(args) => &args.image.open,
+            Self::Resize(args) => &args.image.open,
+            Self::Amend(args) => &args.image.open,
+            Self::Commit(args) => &args.image.open,
+            Self::Rebase(args) => &args.image.open,
+            Self::Snapshot(args) => &args.image.open,
+            Self::Bitmap(args) => &args.image.open,
+            Self::Bench(args) => &args.image.open,
+            Self::Other(_) => return None,
+        })
     }
 }
