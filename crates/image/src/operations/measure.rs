@@ -6,8 +6,9 @@
 //! where only a part of the contents is counted.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use super::convert::SECTOR;
+use super::convert::{SECTOR, Source, wanted_clusters};
 use super::operation::{DiskOperation, OperationError};
 use crate::chain::{self, ImageFile, NamedImage};
 use crate::disk::Disk;
@@ -17,7 +18,7 @@ use crate::new_image::NewImageFormat;
 use crate::offset::GuestOffset;
 use crate::preallocation::Preallocation;
 use crate::probe::Format;
-use crate::qcow2::{Bitmap, CreateOptions, Header, read_bitmaps};
+use crate::qcow2::{Bitmap, CreateOptions, Header, StreamedImage, read_bitmaps};
 
 /// The space that an image would need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +75,33 @@ pub async fn measure_copy(
     let measured = qcow2(new, disk.len(), contents).map_err(|error| ImageError::options(name, error))?;
     let bitmaps = bitmaps.filter(|_| new.version > 2).map(|found| found.space(new.cluster_size));
     Ok(Measurement { bitmaps, ..measured })
+}
+
+/// Measures the target of a conversion that is written to a pipe: exactly the bytes that are written.
+///
+/// # Errors
+/// As [`measure_copy`]; [`ImageError::Unsupported`]: images of this format are not written to a pipe.
+pub async fn measure_stream(
+    source: &NamedImage,
+    target: &NewImageFormat,
+    name: &str,
+) -> Result<Measurement, OperationError> {
+    let measured = measure_copy(source, target, name).await?;
+    let name = Arc::from(name);
+    let required = match target {
+        NewImageFormat::Raw(_) => measured.required,
+        NewImageFormat::Luks(_) => {
+            let what = "images of format luks are not written to a pipe".to_owned();
+            return Err(ImageError::Unsupported { image: name, what }.into());
+        }
+        NewImageFormat::Qcow2(new) => {
+            let disk = chain::open(&source.reference, &source.options).await?;
+            let source = Source::new(&[disk], None)?;
+            let wanted = wanted_clusters(&source, new, &name).await?;
+            StreamedImage::new(&(**new).clone().size(source.len()), &wanted, &name)?.len()
+        }
+    };
+    Ok(Measurement { required, ..measured })
 }
 
 fn raw(size: u64) -> Result<Measurement, CreateOptionsError> {

@@ -11,7 +11,7 @@ use crate::offset::GuestOffset;
 pub struct Progress {
     /// Bytes of the disk that are done: copied, zeroed or skipped.
     pub done: u64,
-    /// Bytes of the disk.
+    /// Bytes of the disk; [`u64::MAX`] until its end is known, if it comes through a pipe.
     pub total: u64,
     /// Bytes that were written for it, or read if nothing is written.
     pub moved: u64,
@@ -106,6 +106,14 @@ pub enum OperationError {
     /// The sources have more bytes than an offset can express.
     #[error("the sources are larger, one after the other, than a disk can be")]
     TooLarge,
+    /// An interrupted copy cannot be continued.
+    #[error("{target}: the interrupted copy cannot be continued: {why}")]
+    CannotResume {
+        /// The target: a path.
+        target: String,
+        /// The reason, and what to do.
+        why: String,
+    },
     /// The observing function stopped it.
     #[error("stopped on request")]
     Stopped,

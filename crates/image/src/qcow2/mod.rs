@@ -34,4 +34,5 @@ pub use offline::create::{CreateOptions, create};
 pub use offline::empty::empty;
 pub use offline::resize::{ResizeOptions, resize};
 pub use offline::snapshots::{SnapshotChange, change_snapshots};
+pub(crate) use offline::streamed::{StreamedImage, WantedClusters, last_table};
 pub use offline::vm_state::VmStateWriter;

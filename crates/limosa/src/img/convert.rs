@@ -3,20 +3,23 @@
 use std::process::ExitCode;
 
 use limosa_image::chain::OpenOptions;
-use limosa_image::convert::{self, Compress, ConvertCounters, ConvertRequest, ConvertTarget, NewTarget};
+use limosa_image::convert::{
+    self, Compress, ConvertCounters, ConvertRequest, ConvertTarget, InputStream, NewTarget, ResumeOptions, Streams,
+};
 use limosa_image::{Format, OperationError};
 use limosa_storage::{CacheMode, Io, LockPolicy, block_on};
 use serde_json::json;
 
 use super::create::new_image;
 use super::format_options::FormatOptions;
-use super::interrupt::UNFINISHED;
-use super::meter::Meter;
+use super::interrupt::{self, UNFINISHED};
+use super::meter::{self, Meter};
 use super::object;
 use super::open;
 use super::options::{ConvertOptions, Name, Source};
+use super::pipe::{self, Output};
 use crate::program::say_named;
-use limosa_console::{check_stdout, print_out};
+use limosa_console::{check_stdout, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
 const SPARSE_MOST: u64 = 16 << 20;
@@ -28,20 +31,97 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     check(options)?;
-    let prepared = block_on(request(options)?.prepare(&UNFINISHED)).map_err(cause)?;
-    open::warn(&target(options), prepared.target());
+    let mut options = options.clone();
+    let (input, output) = pipes(&mut options)?;
+    let options = &options;
+    let is_stdout = output.as_ref().is_some_and(|output| output.is_stdout);
+    if is_stdout {
+        meter::keep_off_stdout();
+    }
+    let mut request = request(options)?;
+    if input.is_some() {
+        request.sources.clear();
+    }
+    let streams = Streams::new(input, output.map(|output| output.stream));
+    let prepared = block_on(request.prepare_streams(streams, &UNFINISHED)).map_err(cause)?;
+    if let Some(image) = prepared.target() {
+        open::warn(&target(options), image);
+    }
+    if options.resume {
+        interrupt::keep(format!("{}: the same command continues the copy", options.name));
+    }
+    if let Some(at) = prepared.resumed_at() {
+        let length = prepared.length().unwrap_or(at);
+        say_named!("{}: continuing the interrupted copy at {at} of {length} bytes", options.name);
+    }
     for name in prepared.skipped_bitmaps() {
         say_named!("bitmap {name:?} was not stored by who used it: it is not copied");
     }
-    let (length, meter) = (prepared.length(), Meter::new("convert", shown(options), options.quiet, options.rate));
-    let counters = prepared.run(&|progress| meter.note(progress)).map_err(cause)?;
+    let length = prepared.length();
+    let meter = Meter::new("convert", shown(options), options.quiet, options.rate);
+    let continued = |error: anyhow::Error| {
+        if options.resume { error.context("not complete; the same command continues the copy") } else { error }
+    };
+    let counters = prepared.run(&|progress| meter.note(progress)).map_err(cause).map_err(continued)?;
     drop(meter);
     warn(&counters);
-    if options.json {
-        print_out!("{}", object(&counters, length));
-    }
+    report(&counters, length, options.json, is_stdout);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the counters for programs, on stderr if the image is on stdout. Without a known `length` it is what was read.
+pub(super) fn report(counters: &ConvertCounters, length: Option<u64>, json: bool, is_stdout: bool) {
+    let object = object(counters, length.unwrap_or(counters.bytes_read));
+    match (json, is_stdout) {
+        (false, _) => {}
+        (true, true) => say!("{object}"),
+        (true, false) => print_out!("{object}"),
+    }
+}
+
+/// Opens the source and the target, where they are pipes.
+fn pipes(options: &mut ConvertOptions) -> anyhow::Result<(Option<InputStream>, Option<Output>)> {
+    let output = if options.no_create { None } else { pipe::output(&options.name)? };
+    let mut input = None;
+    let count = options.sources.len();
+    for source in &mut options.sources {
+        input = match pipe::input(source)? {
+            Some(_) if count > 1 => anyhow::bail!("{}: a pipe must be the only source", source.name),
+            found => found.or(input),
+        };
+    }
+    if let Some(source) = input.as_ref().and(options.sources.first()) {
+        let refused = [
+            (options.snapshot.is_some(), "-l"),
+            (options.bitmaps.is_some(), "--bitmaps"),
+            (options.backing.is_some(), "-B"),
+            (options.salvage, "--salvage"),
+            (options.copy_range, "-C"),
+            (options.resume, "--resume"),
+        ];
+        if let Some((_, option)) = refused.into_iter().find(|(given, _)| *given) {
+            anyhow::bail!(
+                "{option}: {} is a pipe, which is read once and in order; store it in a file first",
+                source.name
+            );
+        }
+    }
+    if output.is_some() {
+        let name = &options.name;
+        let reasons = [
+            (options.compress, "-c", "where compressed clusters are is known only when all of them are compressed"),
+            (options.bitmaps.is_some(), "--bitmaps", "bitmaps are not written to a pipe"),
+            (options.out_of_order, "-W", "a pipe is written in order"),
+            (options.resume, "--resume", "what was written to a pipe cannot be continued"),
+            (options.copy_range, "-C", "a pipe has no places that can be copied to"),
+            (options.sparse_size == 0, "-S 0", "a pipe has no space that could be allocated"),
+        ];
+        if let Some((_, option, why)) = reasons.into_iter().find(|(given, _, _)| *given) {
+            anyhow::bail!("{option}: {name} is a pipe, and {why}; write to a file, or omit {option}");
+        }
+    }
+    Ok((input, output))
 }
 
 /// Whether progress is shown also without a terminal.
@@ -73,6 +153,7 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
     };
     let mut request = ConvertRequest::new(sources, target);
     request.bitmaps = options.bitmaps;
+    request.resume = options.resume.then(|| ResumeOptions::new(description(options)));
     request.options = convert::ConvertOptions::default()
         .max_in_flight(options.parallel.into())
         .sparse(options.sparse_size)
@@ -83,6 +164,23 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
         .copy_range(options.copy_range)
         .compress(options.compress.then(|| Compress::default().level(options.compress_level)));
     Ok(request)
+}
+
+/// Describes what determines the contents of a target: a copy that is continued must have been begun with the same.
+fn description(options: &ConvertOptions) -> String {
+    let mut words = Vec::new();
+    let mut add = |option: &str, value: Option<String>| words.extend(value.map(|value| format!("{option} {value}")));
+    let text = |name: &std::ffi::OsString| name.to_string_lossy().into_owned();
+    add("-O", Some(options.target.format.clone()));
+    add("-o", Some(options.target.options.clone()).filter(|options| !options.is_empty()));
+    add("-B", options.backing.as_ref().map(text));
+    add("-F", options.backing_format.clone());
+    add("-l", options.snapshot.as_ref().map(ToString::to_string));
+    add("-S", Some(options.sparse_size.to_string()));
+    add("-c", options.compress.then(|| options.compress_level.map_or("default".into(), |level| level.to_string())));
+    add("-f", options.sources.first().and_then(|source| source.format.clone()));
+    add("of", Some(options.sources.iter().map(|source| source.name.to_string()).collect::<Vec<_>>().join(" ")));
+    words.join(" ")
 }
 
 /// Refuses options that contradict each other, before anything is opened.

@@ -6,8 +6,8 @@
 use std::fs;
 use std::io;
 use std::process;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::thread;
 
 use anyhow::Context as _;
@@ -17,12 +17,21 @@ use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
 use super::meter;
+use crate::program::say_named;
 
 /// The number that a shell adds to the signal's for the exit status.
 const ENDED_BY: i32 = 128;
 
 /// Files of images that are not complete yet.
 pub(crate) static UNFINISHED: UnfinishedFiles = UnfinishedFiles::new();
+
+/// A line that is printed if a signal ends the command, which leaves something to continue with.
+static KEPT: OnceLock<String> = OnceLock::new();
+
+/// Has this line said if a signal ends the command.
+pub(crate) fn keep(line: String) {
+    KEPT.get_or_init(|| line);
+}
 
 /// Listens to signals, except those that were ignored when the process was started.
 ///
@@ -42,6 +51,9 @@ pub(crate) fn listen() -> anyhow::Result<()> {
             // Held to the end: no file is created any more.
             let _removed = UNFINISHED.remove_all();
             meter::end_line();
+            if let Some(line) = KEPT.get() {
+                say_named!("{line}");
+            }
             process::exit(ENDED_BY + signal);
         }
     };

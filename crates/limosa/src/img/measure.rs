@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use limosa_image::measure::{Measurement, measure_copy, measure_new};
+use limosa_image::measure::{Measurement, measure_copy, measure_new, measure_stream};
 use limosa_storage::{CacheMode, block_on};
 use serde::Serialize;
 
@@ -43,7 +43,13 @@ pub(crate) fn run(options: &MeasureOptions) -> anyhow::Result<ExitCode> {
         Measured::Image(source) => {
             let mut named = open::resolve(source)?;
             named.options.snapshot.clone_from(&options.snapshot);
-            block_on(measure_copy(&named, &new, NEW)).map_err(cause)?
+            let measured = async {
+                if options.pipe {
+                    return measure_stream(&named, &new, NEW).await;
+                }
+                measure_copy(&named, &new, NEW).await
+            };
+            block_on(measured).map_err(cause)?
         }
     };
     let Measurement { required, fully_allocated, bitmaps, .. } = measured;

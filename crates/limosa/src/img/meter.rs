@@ -5,6 +5,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,8 +22,8 @@ const ALL: u64 = 10_000;
 enum Shown {
     Nowhere,
     Bar(ProgressBar),
-    /// The value printed last, in hundredths of a percent.
-    Line(Option<u64>),
+    /// The value printed last, in hundredths of a percent, and whether it is on stderr.
+    Line(Option<u64>, bool),
 }
 
 impl Shown {
@@ -33,11 +34,11 @@ impl Shown {
                 bar.set_length(progress.total);
                 bar.set_position(progress.done);
             }
-            Self::Line(last) => {
+            Self::Line(last, on_stderr) => {
                 let now = hundredths(progress);
                 if last.is_none_or(|last| now >= last + LEAST || (now == ALL && last < ALL)) {
                     *last = Some(now);
-                    print(now);
+                    print(now, *on_stderr);
                 }
             }
         }
@@ -47,13 +48,22 @@ impl Shown {
         match self {
             Self::Nowhere => {}
             Self::Bar(bar) => bar.finish_and_clear(),
-            Self::Line(_) => _ = std::io::stdout().write_all(b"\n"),
+            Self::Line(_, true) => _ = std::io::stderr().write_all(b"\n"),
+            Self::Line(_, false) => _ = std::io::stdout().write_all(b"\n"),
         }
     }
 }
 
 /// The current display. Locked while it is printed: nothing follows the end of the line.
 static NOW: Mutex<Shown> = Mutex::new(Shown::Nowhere);
+
+/// Whether stdout has other bytes, and lines of progress are printed on stderr.
+static OFF_STDOUT: AtomicBool = AtomicBool::new(false);
+
+/// Keeps progress off stdout, which the image is written to.
+pub(crate) fn keep_off_stdout() {
+    OFF_STDOUT.store(true, Ordering::Relaxed);
+}
 
 fn now() -> MutexGuard<'static, Shown> {
     NOW.lock()
@@ -74,10 +84,11 @@ pub(crate) struct Meter {
 impl Meter {
     /// A meter. `asked`: progress is shown even without a terminal. `quiet` overrides everything else.
     pub(crate) fn new(verb: &'static str, asked: bool, quiet: bool, rate: Option<u64>) -> Self {
+        let off_stdout = OFF_STDOUT.load(Ordering::Relaxed);
         let shown = if quiet {
             Shown::Nowhere
-        } else if asked && !std::io::stdout().is_terminal() {
-            Shown::Line(None)
+        } else if asked && (!std::io::stdout().is_terminal() && (!off_stdout || !std::io::stderr().is_terminal())) {
+            Shown::Line(None, off_stdout)
         } else if std::io::stderr().is_terminal() {
             Shown::Bar(bar(verb))
         } else {
@@ -114,8 +125,8 @@ impl Drop for Meter {
 }
 
 /// Prints a line over the one before, as qemu-img does.
-fn print(hundredths: u64) {
-    let mut out = std::io::stdout().lock();
+fn print(hundredths: u64, on_stderr: bool) {
+    let mut out: Box<dyn Write> = if on_stderr { Box::new(std::io::stderr()) } else { Box::new(std::io::stdout()) };
     let _ = write!(out, "    ({}.{:02}/100%)\r", hundredths / 100, hundredths % 100).and_then(|()| out.flush());
 }
 

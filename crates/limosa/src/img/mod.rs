@@ -23,6 +23,7 @@ mod meter;
 pub(crate) mod object;
 pub(crate) mod open;
 pub(crate) mod options;
+mod pipe;
 mod pretty;
 mod rebase;
 mod resize;

@@ -167,6 +167,8 @@ pub(crate) struct ConvertOptions {
     pub(crate) compress: bool,
     /// The level of compression, if given.
     pub(crate) compress_level: Option<u8>,
+    /// The copy can be continued if it is interrupted, and an interrupted one is.
+    pub(crate) resume: bool,
     /// Most bytes a second.
     pub(crate) rate: Option<u64>,
     /// Unreadable ranges become zeros.
@@ -204,6 +206,8 @@ pub(crate) enum Measured {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MeasureOptions {
     pub(crate) what: Measured,
+    /// The target is written to a pipe.
+    pub(crate) pipe: bool,
     /// The snapshot of the source that is measured.
     pub(crate) snapshot: Option<SnapshotChoice>,
     pub(crate) target: Target,

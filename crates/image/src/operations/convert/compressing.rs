@@ -19,8 +19,6 @@ use crate::operations::operation::{DiskOperation, OperationError};
 /// A worker's compressor, if the target is compressed.
 pub(super) struct Compressing {
     compressor: Option<Compressor>,
-    /// Bytes of the target.
-    end: u64,
 }
 
 /// Bytes that are ready to be written.
@@ -32,7 +30,7 @@ pub(super) enum Write {
 impl Compressing {
     pub(super) fn new(target: &dyn Disk, compress: Option<Compress>) -> Result<Self, ImageError> {
         let compressor = compress.map(|compress| target.compressor(compress.level)).transpose()?;
-        Ok(Self { compressor, end: target.len() })
+        Ok(Self { compressor })
     }
 
     /// The spans of a piece that is read and written: whole clusters.
@@ -40,10 +38,9 @@ impl Compressing {
         self.compressor.as_ref().map_or_else(|| spans.to_vec(), |compressor| whole_units(spans, unit(compressor)))
     }
 
-    /// The bytes that an action writes; `None`: it writes none.
-    pub(super) fn write(&mut self, action: &Action, place: impl Fn(&Range<u64>) -> Buffer) -> Option<Write> {
+    /// The bytes that an action writes into a target of `end` bytes; `None`: it writes none.
+    pub(super) fn write(&mut self, action: &Action, end: u64, place: impl Fn(&Range<u64>) -> Buffer) -> Option<Write> {
         let Action::Write(range) = action else { return None };
-        let end = self.end;
         let is_whole =
             |unit: u64| range.start.is_multiple_of(unit) && (range.end.is_multiple_of(unit) || range.end == end);
         let compressor = self.compressor.as_mut().filter(|compressor| is_whole(unit(compressor)));

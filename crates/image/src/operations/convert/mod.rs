@@ -12,9 +12,12 @@ mod bitmaps;
 mod compressing;
 mod counters;
 mod offload;
+mod options;
 mod plan;
 mod request;
+mod resume;
 mod source;
+mod stream;
 mod turn;
 
 use std::ops::{ControlFlow, Range};
@@ -34,96 +37,19 @@ use super::operation::{DiskOperation, OperationError, Progress, ProgressObserver
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
-use crate::setters::setters;
 use compressing::{Compressing, Write};
 pub use counters::ConvertCounters;
+pub use options::{Compress, ConvertOptions};
 use plan::{Action, Content, Cutter, Rules, Span, Step};
 pub use request::{ConvertRequest, ConvertTarget, CopyBitmaps, NewTarget, PreparedConversion};
-pub(crate) use source::{SECTOR, index};
-use source::{Shared, Source};
+use resume::Checkpoints;
+pub use resume::ResumeOptions;
+use source::Shared;
+pub(crate) use source::{SECTOR, Source, index};
+pub(crate) use stream::wanted_clusters;
+pub use stream::{InputStream, OutputStream, Streams};
+use stream::{Piece, RawInput};
 use turn::Turn;
-
-/// How to convert.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct ConvertOptions {
-    /// Pieces in flight at the same time.
-    pub max_in_flight: usize,
-    /// Bytes of a piece; its contents are read and written at once.
-    pub chunk_size: u64,
-    /// The shortest run of zeros between contents, in bytes, that is left out; 0: everything is written, and the target
-    /// is fully allocated.
-    pub sparse: u64,
-    /// Whether pieces are written in any order; otherwise in the order of the disk, one after the other.
-    pub out_of_order: bool,
-    /// Whether the target is known to read as zeros: it is new, or the caller says so.
-    pub target_is_zero: bool,
-    /// Length in bytes of the target's backing image, which has the contents of the source's: only contents of the
-    /// source itself are copied.
-    pub backing_length: Option<u64>,
-    /// With `backing_length`: the number of files at the top of the source's chain whose contents are copied; 1 is the
-    /// source itself.
-    pub layers: u32,
-    /// The part of each source that is copied, in bytes; `None`: all of it.
-    pub window: Option<Range<u64>>,
-    /// Whether sectors that cannot be read become zeros.
-    pub salvage: bool,
-    /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for
-    /// then.
-    pub copy_range: bool,
-    /// Whether contents are compressed, in whole clusters of the target, by the worker that read them. `copy_range` has
-    /// no effect then.
-    pub compress: Option<Compress>,
-}
-
-/// How a target's clusters are compressed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Compress {
-    /// The level of [`Disk::compressor`].
-    pub level: Option<u8>,
-}
-
-setters!(Compress { level: Option<u8> });
-
-setters!(ConvertOptions {
-    max_in_flight: usize,
-    chunk_size: u64,
-    sparse: u64,
-    out_of_order: bool,
-    target_is_zero: bool,
-    backing_length: Option<u64>,
-    layers: u32,
-    window: Option<Range<u64>>,
-    salvage: bool,
-    copy_range: bool,
-    compress: Option<Compress>,
-});
-
-impl ConvertOptions {
-    /// The default of `sparse`, in bytes.
-    pub const SPARSE: u64 = 4096;
-    /// Bytes of a piece that measured well: it stays in the processor's cache between being read and written.
-    pub const PIECE: u64 = 1 << 20;
-}
-
-impl Default for ConvertOptions {
-    fn default() -> Self {
-        Self {
-            max_in_flight: 8,
-            chunk_size: Self::PIECE,
-            sparse: Self::SPARSE,
-            out_of_order: false,
-            target_is_zero: false,
-            backing_length: None,
-            layers: 1,
-            window: None,
-            salvage: false,
-            copy_range: false,
-            compress: None,
-        }
-    }
-}
 
 /// The bytes that a conversion of these disks writes: the sum of their lengths, each in whole sectors.
 ///
@@ -169,27 +95,72 @@ pub fn convert_on_threads(
     options: &ConvertOptions,
     watch: ProgressObserver<'_>,
 ) -> Result<ConvertCounters, OperationError> {
-    let conversion = Conversion::new(sources, target, options, watch)?;
-    let work = || {
-        let all_is_well = StopUnless { well: false, conversion: &conversion };
-        let outcome = block_on(conversion.worker());
-        all_is_well.is(outcome.is_ok());
-        outcome
-    };
-    let outcomes = thread::scope(|scope| {
-        let named = || thread::Builder::new().name("convert".into());
-        // Without the memory for as many, there are fewer.
-        let threads: Vec<_> =
-            (1..options.max_in_flight).map_while(|_| named().spawn_scoped(scope, work).ok()).collect();
-        let mut outcomes = vec![work()];
-        outcomes.extend(threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))));
-        outcomes
-    });
-    let mut counters = ConvertCounters::default();
-    for outcome in outcomes {
-        counters.add(outcome?);
-    }
+    Conversion::new(sources, target, options, watch)?.on_threads()
+}
+
+/// Copies as [`convert_on_threads`] does, and records what is done. Pieces are written in order.
+fn convert_recorded(
+    sources: &[Arc<dyn Disk>],
+    target: &dyn Disk,
+    options: &ConvertOptions,
+    checkpoints: &Checkpoints,
+    watch: ProgressObserver<'_>,
+) -> Result<ConvertCounters, OperationError> {
+    let mut conversion = Conversion::new(sources, target, options, watch)?;
+    conversion.checkpoints = Some(checkpoints);
+    conversion.on_threads()
+}
+
+/// Copies a stream to the beginning of the target, as [`convert_on_threads`] does. `grows`: the target becomes as long
+/// as the stream.
+fn convert_stream(
+    input: RawInput,
+    target: &dyn Disk,
+    options: &ConvertOptions,
+    grows: bool,
+    watch: ProgressObserver<'_>,
+) -> Result<ConvertCounters, OperationError> {
+    let conversion = Conversion::new(&[], target, options, watch)?.with_input(input, grows);
+    let counters = conversion.on_threads()?;
+    conversion.finish()?;
     Ok(counters)
+}
+
+impl Conversion<'_> {
+    /// Reports the end of a stream.
+    fn finish(&self) -> Result<(), OperationError> {
+        let (done, moved) = (self.done.load(Ordering::Relaxed), self.written.load(Ordering::Relaxed));
+        match (self.watch)(Progress { done, total: done, moved }) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => Err(OperationError::Stopped),
+        }
+    }
+
+    fn on_threads(&self) -> Result<ConvertCounters, OperationError> {
+        let conversion = self;
+        let options = self.options;
+        let work = || {
+            let all_is_well = StopUnless { well: false, conversion };
+            let outcome = block_on(conversion.worker());
+            all_is_well.is(outcome.is_ok());
+            outcome
+        };
+        let outcomes = thread::scope(|scope| {
+            let named = || thread::Builder::new().name("convert".into());
+            // Without the memory for as many, there are fewer.
+            let threads: Vec<_> =
+                (1..options.max_in_flight).map_while(|_| named().spawn_scoped(scope, work).ok()).collect();
+            let mut outcomes = vec![work()];
+            outcomes
+                .extend(threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))));
+            outcomes
+        });
+        let mut counters = ConvertCounters::default();
+        for outcome in outcomes {
+            counters.add(outcome?);
+        }
+        Ok(counters)
+    }
 }
 
 /// Stops the others if this one fails, or panics.
@@ -212,12 +183,17 @@ impl Drop for StopUnless<'_> {
     }
 }
 
+/// The total of a progress whose end is not known: a source that is a stream.
+const UNKNOWN_TOTAL: u64 = u64::MAX;
+
 struct Conversion<'a> {
     source: Source,
     target: &'a dyn Disk,
     options: &'a ConvertOptions,
     rules: Rules,
     piece: u64,
+    /// Bytes that are converted, for those who watch.
+    total: u64,
     feed: Mutex<Feed>,
     turn: Turn,
     done: AtomicU64,
@@ -226,12 +202,23 @@ struct Conversion<'a> {
     plainly: AtomicBool,
     /// A worker has failed.
     stopped: AtomicBool,
+    /// Records of what is done; only if pieces are written in order.
+    checkpoints: Option<&'a Checkpoints>,
     watch: ProgressObserver<'a>,
+}
+
+/// A part of the work.
+enum Work {
+    Step(Step),
+    /// Bytes of a stream, which have been read.
+    Read(Piece),
 }
 
 /// The work that is left.
 struct Feed {
     cutter: Cutter,
+    /// The source, if it is a stream, and whether the target grows with it.
+    input: Option<(RawInput, bool)>,
     /// Up to where the map of the source is known.
     at: u64,
     /// The number of the next step that writes.
@@ -263,19 +250,33 @@ impl<'a> Conversion<'a> {
         let piece = options.chunk_size.max(granularity).max(SECTOR).next_multiple_of(granularity);
         let unit = options.sparse.checked_ilog2().map_or(SECTOR, |bits| 1 << bits).max(SECTOR);
         Ok(Conversion {
-            feed: Mutex::new(Feed { cutter: Cutter::new(piece, total, options.sparse == 0), at: 0, number: 0 }),
+            feed: Mutex::new(Feed {
+                cutter: Cutter::new(piece, total, options.sparse == 0),
+                input: None,
+                at: options.start,
+                number: 0,
+            }),
             rules: Rules { sparse: options.sparse, unit, granularity, target_is_zero: options.target_is_zero },
             source,
             target,
             options,
             piece,
+            total,
             turn: Turn::default(),
-            done: AtomicU64::new(0),
+            done: AtomicU64::new(options.start),
             written: AtomicU64::new(0),
             plainly: AtomicBool::new(options.compress.is_some()),
             stopped: AtomicBool::new(false),
+            checkpoints: None,
             watch,
         })
+    }
+
+    /// Takes its contents from a stream; `grows`: the target becomes as long as they are.
+    fn with_input(self, input: RawInput, grows: bool) -> Self {
+        let Self { feed, .. } = self;
+        let feed = Mutex::new(Feed { input: Some((input, grows)), ..feed.into_inner() });
+        Self { feed, total: UNKNOWN_TOTAL, ..self }
     }
 
     /// Lets the workers start nothing more.
@@ -292,24 +293,42 @@ impl<'a> Conversion<'a> {
         let mut counters = ConvertCounters::default();
         let mut buffer = None;
         let mut compressing = Compressing::new(self.target, self.options.compress)?;
-        while let Some((number, step)) = self.next().await? {
+        while let Some((number, work)) = self.next().await? {
             // Nothing else that it waits for needs it.
             if self.is_stopped() {
                 break;
             }
-            match step {
-                Step::Leave(range) => {
+            match work {
+                Work::Step(Step::Leave(range)) => {
                     counters.bytes_in_backing += range.end - range.start;
                     self.advance(range.end - range.start)?;
                     continue;
                 }
-                Step::Zero(range) => {
+                Work::Read(piece) => {
+                    let range = piece.range.clone();
+                    let spans = [Span { range: range.clone(), content: Content::Data }];
+                    counters.reads += 1;
+                    counters.bytes_read += range.end - range.start;
+                    let place = |part: &Range<u64>| {
+                        piece.bytes.slice(index(part.start - range.start)..index(part.end - range.start))
+                    };
+                    let actions = plan::actions(&spans, |part| place(part).is_zero(), &self.rules);
+                    let end = self.target.len();
+                    let writes = actions.iter().map(|action| compressing.write(action, end, place)).collect();
+                    if !self.wait(number).await {
+                        break;
+                    }
+                    self.carry_out(&actions, writes, &self.rules, &mut counters).await?;
+                    self.advance(range.end - range.start)?;
+                }
+                Work::Step(Step::Zero(range)) => {
                     if !self.wait(number).await {
                         break;
                     }
                     self.zero(&range, &mut counters, &self.rules, true).await?;
+                    self.record(range.end).await?;
                 }
-                Step::Piece(range, spans) => {
+                Work::Step(Step::Piece(range, spans)) => {
                     let mut rules = self.rules;
                     let spans = compressing.spans(&spans);
                     if let Some(runs) = self.runs(&spans).await? {
@@ -318,6 +337,7 @@ impl<'a> Conversion<'a> {
                         }
                         if self.offload(runs, &spans, &mut counters).await? {
                             counters.bytes_in_backing += bytes(&spans, Content::Below);
+                            self.record(range.end).await?;
                             self.advance(range.end - range.start)?;
                             self.turn.done();
                             continue;
@@ -331,11 +351,13 @@ impl<'a> Conversion<'a> {
                         buffer.slice(index(part.start - range.start)..index(part.end - range.start))
                     };
                     let actions = plan::actions(&spans, |part| place(part).is_zero(), &rules);
-                    let writes = actions.iter().map(|action| compressing.write(action, place)).collect();
+                    let writes =
+                        actions.iter().map(|action| compressing.write(action, self.target.len(), place)).collect();
                     if !self.wait(number).await {
                         break;
                     }
                     self.carry_out(&actions, writes, &rules, &mut counters).await?;
+                    self.record(range.end).await?;
                     counters.bytes_in_backing += bytes(&spans, Content::Below);
                     self.advance(range.end - range.start)?;
                 }
@@ -346,13 +368,28 @@ impl<'a> Conversion<'a> {
     }
 
     /// The next step and its number.
-    async fn next(&self) -> Result<Option<(u64, Step)>, OperationError> {
+    async fn next(&self) -> Result<Option<(u64, Work)>, OperationError> {
         let mut feed = self.feed.lock().await;
+        if let Some((input, grows)) = &mut feed.input {
+            let grows = *grows;
+            let Some(piece) = input.next(grows)? else { return Ok(None) };
+            // All that was read ahead: a growth is made durable.
+            let (needs, has) = (input.known_length(), self.target.len());
+            if needs > has && grows {
+                self.target.grow(needs).await?;
+            } else if piece.range.end > has {
+                let target = self.target.name().to_string();
+                return Err(OperationError::TargetTooSmall { target, has, needs: piece.range.end });
+            }
+            let number = feed.number;
+            feed.number += 1;
+            return Ok(Some((number, Work::Read(piece))));
+        }
         loop {
             if let Some(step) = feed.cutter.step() {
                 let number = feed.number;
                 feed.number += u64::from(!matches!(step, Step::Leave(_)));
-                return Ok(Some((number, step)));
+                return Ok(Some((number, Work::Step(step))));
             }
             let at = feed.at;
             if at >= self.source.len() {
@@ -386,10 +423,18 @@ impl<'a> Conversion<'a> {
         !self.is_stopped()
     }
 
+    /// Records that all steps up to this one are done, where it ends. Its turn has come, and is not over.
+    async fn record(&self, end: u64) -> Result<(), OperationError> {
+        match self.checkpoints {
+            Some(checkpoints) => checkpoints.note(self.target, end).await,
+            None => Ok(()),
+        }
+    }
+
     fn advance(&self, bytes: u64) -> Result<(), OperationError> {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         let moved = self.written.load(Ordering::Relaxed);
-        match (self.watch)(Progress { done, total: self.source.len(), moved }) {
+        match (self.watch)(Progress { done, total: self.total, moved }) {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(OperationError::Stopped),
         }

@@ -8,16 +8,20 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::sync::Arc;
 
+use limosa_page::broken_invariant;
 use limosa_storage::{Io, block_on};
 
 use super::bitmaps::Bitmaps;
+use super::resume::{Beginning, Paths, Resumable, ResumeOptions, source_state};
 use super::source::Source;
-use super::{ConvertCounters, ConvertOptions, convert_on_threads};
+use super::stream::{InputStream, OutputImage, RawInput, Streams, open_qcow2, unsupported};
+use super::{ConvertCounters, ConvertOptions, convert_on_threads, convert_recorded, convert_stream};
 use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
 use crate::error::ImageError;
-use crate::new_image::{CreatedFiles, NewImage, UnfinishedFiles};
+use crate::new_image::{CreatedFiles, NewImage, NewImageFormat, UnfinishedFiles};
 use crate::operations::operation::{OperationError, ProgressObserver};
+use crate::preallocation::Preallocation;
 use crate::probe::Format;
 use crate::reference::Location;
 
@@ -36,6 +40,9 @@ pub struct ConvertRequest {
     pub options: ConvertOptions,
     /// Whether the dirty bitmaps of the source, which is the only one, are copied, too.
     pub bitmaps: Option<CopyBitmaps>,
+    /// Whether the copy can be continued if it is interrupted. Its target is a new file, which gets its name when it is
+    /// complete.
+    pub resume: Option<ResumeOptions>,
 }
 
 /// Bitmaps that are copied with the contents.
@@ -91,18 +98,38 @@ impl NewTarget {
 #[derive(Debug)]
 pub struct PreparedConversion<'a> {
     sources: Vec<Arc<dyn Disk>>,
-    target: Image,
+    /// The source, if it is raw and comes through a pipe.
+    input: Option<RawInput>,
+    target: Target,
     options: ConvertOptions,
     length: u64,
     created: Option<CreatedFiles<'a>>,
     bitmaps: Option<Bitmaps>,
+    /// The copy, if it can be continued, and how it begins.
+    resumable: Option<(Resumable, Beginning)>,
+}
+
+/// An open target.
+#[derive(Debug)]
+enum Target {
+    Image(Image),
+    Stream(Arc<OutputImage>),
+}
+
+impl Target {
+    fn as_disk(&self) -> Arc<dyn Disk> {
+        match self {
+            Self::Image(image) => image.as_disk(),
+            Self::Stream(output) => Arc::clone(output) as Arc<dyn Disk>,
+        }
+    }
 }
 
 impl ConvertRequest {
     /// A conversion with the default options.
     #[must_use]
     pub fn new(sources: Vec<NamedImage>, target: ConvertTarget) -> Self {
-        Self { sources, target, options: ConvertOptions::default(), bitmaps: None }
+        Self { sources, target, options: ConvertOptions::default(), bitmaps: None, resume: None }
     }
 
     /// Opens the sources, creates the target if it is new, and opens it.
@@ -112,10 +139,24 @@ impl ConvertRequest {
     /// target's backing file; [`OperationError::SameFile`]; [`OperationError::SharedBacking`];
     /// [`OperationError::TooLarge`]; bitmaps that cannot be copied.
     pub async fn prepare(self, unfinished: &UnfinishedFiles) -> Result<PreparedConversion<'_>, OperationError> {
-        let Self { sources: named, target, mut options, bitmaps } = self;
+        self.prepare_streams(Streams::default(), unfinished).await
+    }
+
+    /// As [`prepare`](Self::prepare), where the only source, the target or both are pipes. A source from a pipe takes
+    /// the place of [`sources`](Self::sources), which are none; a target that is one has the new target's format.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare); [`ImageError::Unsupported`]: the image cannot be read or written in order.
+    pub async fn prepare_streams(
+        self,
+        streams: Streams,
+        unfinished: &UnfinishedFiles,
+    ) -> Result<PreparedConversion<'_>, OperationError> {
+        let Self { sources: named, target, mut options, bitmaps, resume } = self;
+        let Streams { input, output } = streams;
         let location = target.location();
         let same = || OperationError::SameFile { target: location.to_string() };
-        let identity = location.identity();
+        let identity = location.identity().filter(|_| output.is_none());
         if identity.is_some() && named.iter().any(|source| source.reference.location.identity() == identity) {
             return Err(same());
         }
@@ -128,7 +169,37 @@ impl ConvertRequest {
             }
             sources.push(disk);
         }
-        let length = Source::new(&sources, options.window.as_ref())?.len();
+        if resume.is_some() {
+            let is_stream = input.is_some() || output.is_some();
+            check_resume(&target, is_stream || bitmaps.is_some() || options.out_of_order || options.salvage)?;
+        }
+        let input = match input {
+            Some(input) => open_input(input, &options, &mut sources).await?,
+            None => None,
+        };
+        let source = Source::new(&sources, options.window.as_ref())?;
+        // Of a stream the length is not known: a new target has what was read ahead, and grows.
+        let length = input.as_ref().map_or(source.len(), RawInput::known_length);
+        if let Some(output) = output {
+            let ConvertTarget::New(NewTarget { image, .. }) = target else {
+                let what = "a pipe is a new image, not one that exists";
+                return Err(unsupported(&output.name, what).into());
+            };
+            let whole = input.is_none().then_some(&source);
+            let output = Arc::new(OutputImage::begin(output, &image.format, whole).await?);
+            (options.target_is_zero, options.out_of_order) = (true, false);
+            let target = Target::Stream(output);
+            return Ok(PreparedConversion {
+                sources,
+                input,
+                target,
+                options,
+                length,
+                created: None,
+                bitmaps: None,
+                resumable: None,
+            });
+        }
         let bitmaps = match (bitmaps, sources.first()) {
             (Some(_), Some(source)) if named.iter().any(|source| source.options.snapshot.is_some()) => {
                 let what = "bitmaps are of the disk as it is now, and cannot be copied from a snapshot".to_owned();
@@ -137,9 +208,18 @@ impl ConvertRequest {
             (Some(which), Some(source)) => Some(Bitmaps::of(&**source, which == CopyBitmaps::Usable).await?),
             _ => None,
         };
+        let mut resumable = None;
         let (target, created) = match target {
+            ConvertTarget::New(mut new) if let Some(resume) = &resume => {
+                let (copy, image) = new.continue_copy(&named, length, resume, &mut options, unfinished).await?;
+                resumable = Some(copy);
+                (image, None)
+            }
             ConvertTarget::Existing(target) => (target, None),
             ConvertTarget::New(new) => {
+                if let Some(input) = &input {
+                    new.check_growth(input.name())?;
+                }
                 let made = new.create(sources.len(), length, unfinished).await?;
                 (options.backing_length, options.target_is_zero) = (made.below, made.is_zero);
                 (made.image, Some(made.files))
@@ -147,7 +227,35 @@ impl ConvertRequest {
         };
         let options_of_target = OpenOptions { read_only: false, ..target.options };
         let target = chain::open_image(&target.reference, &options_of_target).await?;
-        Ok(PreparedConversion { sources, target, options, length, created, bitmaps })
+        let target = Target::Image(target);
+        Ok(PreparedConversion { sources, input, target, options, length, created, bitmaps, resumable })
+    }
+}
+
+/// Opens the image in a stream: a raw one is returned, another one is added to the sources.
+async fn open_input(
+    mut input: InputStream,
+    options: &ConvertOptions,
+    sources: &mut Vec<Arc<dyn Disk>>,
+) -> Result<Option<RawInput>, OperationError> {
+    let refuse = |name, what: &str| Err(unsupported(name, what).into());
+    if !sources.is_empty() {
+        return refuse(&input.name, "a pipe must be the only source");
+    }
+    if options.salvage {
+        return refuse(&input.name, "what cannot be read from a pipe cannot be read again");
+    }
+    match input.find_format()? {
+        Format::Raw => {
+            let mut raw = RawInput::new(input, options.window.as_ref())?;
+            raw.fill_ahead()?;
+            Ok(Some(raw))
+        }
+        Format::Qcow2 => {
+            sources.push(open_qcow2(input).await?);
+            Ok(None)
+        }
+        Format::Luks => refuse(&input.name, "an encrypted image cannot be read from a pipe; store it in a file first"),
     }
 }
 
@@ -161,14 +269,66 @@ struct Made<'a> {
 }
 
 impl NewTarget {
-    async fn create(
-        mut self,
-        sources: usize,
+    /// Refuses what a target cannot have that grows while it is written.
+    fn check_growth(&self, source: &Arc<str>) -> Result<(), ImageError> {
+        let (preallocation, has_data_file, has_backing) = match &self.image.format {
+            NewImageFormat::Raw(options) => (options.preallocation, false, false),
+            NewImageFormat::Qcow2(options) => {
+                (options.preallocation, options.data_file.is_some(), options.backing_file.is_some())
+            }
+            NewImageFormat::Luks(options) => (options.preallocation, false, false),
+        };
+        let what = if preallocation != Preallocation::Off {
+            "a target cannot be preallocated before the length of what comes through a pipe is known"
+        } else if has_data_file {
+            "a target with a data file cannot grow by what comes through a pipe"
+        } else if has_backing {
+            "what comes through a pipe cannot be compared with a backing file before it is read"
+        } else {
+            return Ok(());
+        };
+        Err(unsupported(source, what))
+    }
+
+    /// Opens the target of a copy that is continued, or creates it.
+    async fn continue_copy(
+        &mut self,
+        sources: &[NamedImage],
         length: u64,
+        resume: &ResumeOptions,
+        options: &mut ConvertOptions,
         unfinished: &UnfinishedFiles,
-    ) -> Result<Made<'_>, OperationError> {
+    ) -> Result<((Resumable, Beginning), NamedImage), OperationError> {
+        let Some(path) = self.image.location.path() else {
+            return Err(ImageError::from(broken_invariant("a copy that can be continued is in a file")).into());
+        };
+        let paths = Paths::of(path);
+        let state = source_state(sources).await?;
+        let (mut copy, beginning) = Resumable::open(paths.clone(), length, &resume.request, &state).await?;
+        let (at, below, is_zero) = match beginning {
+            Beginning::New => {
+                self.image.location = Location::File(paths.part);
+                let made = self.clone().create(sources.len(), length, unfinished).await?;
+                made.files.keep();
+                copy.created().await?;
+                (0, made.below, made.is_zero)
+            }
+            Beginning::At(at) => {
+                self.image.location = Location::File(paths.part);
+                copy.repair(self.image.format()).await?;
+                // Behind the last record anything may have been written.
+                (at, self.below(sources.len()).await?, false)
+            }
+            Beginning::Complete => (length, None, false),
+        };
         self.image.set_size(length);
-        let below = match self.image.backing_file() {
+        (options.start, options.backing_length, options.target_is_zero) = (at, below, is_zero);
+        Ok(((copy, beginning), self.opened()?))
+    }
+
+    /// Length of the backing image in bytes, if there is one.
+    async fn below(&self, sources: usize) -> Result<Option<u64>, OperationError> {
+        Ok(match self.image.backing_file() {
             Some(backing) if sources > 1 => {
                 return Err(OperationError::SharedBacking { backing: backing.to_string_lossy().into_owned() });
             }
@@ -181,13 +341,23 @@ impl NewTarget {
                 }
             }
             None => None,
-        };
+        })
+    }
+
+    async fn create(
+        mut self,
+        sources: usize,
+        length: u64,
+        unfinished: &UnfinishedFiles,
+    ) -> Result<Made<'_>, OperationError> {
+        self.image.set_size(length);
+        let below = self.below(sources).await?;
         if self.image.has_detached_header() {
             let what = "a header in a file of its own has no contents: create it first".to_owned();
             return Err(ImageError::Unsupported { image: self.image.location.to_string().into(), what }.into());
         }
         let files = self.image.create(unfinished).await?;
-        let NewImage { location, cache, .. } = &self.image;
+        let location = &self.image.location;
         // A device keeps its contents, except in an image that says which of them count; so does an export.
         let is_device = |path| fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device());
         let device = location.path().is_none_or(is_device);
@@ -198,30 +368,67 @@ impl NewTarget {
                 // What was never written is decrypted to anything.
                 Format::Luks => false,
             };
+        Ok(Made { image: self.opened()?, files, below, is_zero })
+    }
+
+    /// The image that was created, by name, and how it is opened.
+    fn opened(&self) -> Result<NamedImage, ImageError> {
         let mut reference = self.image.reference()?;
         let mut secrets = self.backing.secrets.clone();
         if let Some(passphrase) = self.image.passphrase() {
             secrets.insert(SECRET, passphrase.clone());
             reference.key_secret = Some(SECRET.to_owned());
         }
-        // What the backing file refers to was checked above.
-        let policy = self.backing.policy.clone();
-        let options = OpenOptions { cache: *cache, io: self.io, policy, secrets, ..OpenOptions::default() };
-        Ok(Made { image: NamedImage::new(reference, options), files, below, is_zero })
+        // What the backing file refers to was checked when its length was asked for.
+        let (cache, policy) = (self.image.cache, self.backing.policy.clone());
+        let options = OpenOptions { cache, io: self.io, policy, secrets, ..OpenOptions::default() };
+        Ok(NamedImage::new(reference, options))
     }
 }
 
+/// Refuses a conversion that cannot be continued. `other`: what is asked for needs all of it in one go.
+fn check_resume(target: &ConvertTarget, other: bool) -> Result<(), ImageError> {
+    let location = target.location();
+    let what =
+        match target {
+            _ if other => "pipes, bitmaps, writes out of order and unreadable sources exclude continuing a copy",
+            ConvertTarget::Existing(_) => "only a copy into a new image can be continued",
+            _ if location.path().is_none() => "only a copy into a file can be continued",
+            ConvertTarget::New(new) if new.image.cache.ignores_flush() => {
+                "a copy can be continued only if its cache mode makes contents durable"
+            }
+            ConvertTarget::New(NewTarget {
+                image: NewImage { format: NewImageFormat::Qcow2(options), .. }, ..
+            }) if options.data_file.is_some() => "a copy with a data file cannot be continued",
+            ConvertTarget::New(_) => return Ok(()),
+        };
+    Err(ImageError::Unsupported { image: location.to_string().into(), what: what.to_owned() })
+}
+
 impl PreparedConversion<'_> {
-    /// Returns the target.
+    /// Returns the target; `None`: it is a pipe.
     #[must_use]
-    pub const fn target(&self) -> &Image {
-        &self.target
+    pub const fn target(&self) -> Option<&Image> {
+        match &self.target {
+            Target::Image(image) => Some(image),
+            Target::Stream(_) => None,
+        }
     }
 
-    /// Returns the number of bytes that are converted.
+    /// Returns the number of bytes that are converted; `None`: a pipe has not told yet.
     #[must_use]
-    pub const fn length(&self) -> u64 {
-        self.length
+    pub const fn length(&self) -> Option<u64> {
+        if self.input.is_some() { None } else { Some(self.length) }
+    }
+
+    /// Returns how many bytes an interrupted copy, which this one continues, has already; `None`: it begins.
+    #[must_use]
+    pub const fn resumed_at(&self) -> Option<u64> {
+        match &self.resumable {
+            Some((_, Beginning::At(at))) => Some(*at),
+            Some((_, Beginning::Complete)) => Some(self.length),
+            Some((_, Beginning::New)) | None => None,
+        }
     }
 
     /// Returns the names of bitmaps that are not copied, because they cannot be relied on.
@@ -233,6 +440,9 @@ impl PreparedConversion<'_> {
     /// Returns whether the window of [`ConvertOptions::window`] begins past the end of a source.
     #[must_use]
     pub fn begins_past_end(&self) -> bool {
+        if let Some(input) = &self.input {
+            return input.begins_past_end();
+        }
         let window = self.options.window.as_ref();
         window.is_some_and(|window| self.sources.iter().any(|disk| window.start > window.end.min(disk.len())))
     }
@@ -243,7 +453,16 @@ impl PreparedConversion<'_> {
     /// [`OperationError`]. Files that were created for the target are removed.
     pub fn run(self, watch: ProgressObserver<'_>) -> Result<ConvertCounters, OperationError> {
         let target = self.target.as_disk();
-        let counters = convert_on_threads(&self.sources, &*target, &self.options, watch)?;
+        if let Some((copy, beginning)) = self.resumable {
+            return run_resumable(&self.sources, target, &self.options, (copy, beginning), watch);
+        }
+        let counters = match self.input {
+            None => convert_on_threads(&self.sources, &*target, &self.options, watch)?,
+            Some(input) => {
+                let grows = self.created.is_some() || matches!(self.target, Target::Stream(_));
+                convert_stream(input, &*target, &self.options, grows, watch)?
+            }
+        };
         if let (Some(bitmaps), Some(source)) = (self.bitmaps, self.sources.first()) {
             bitmaps.copy(&**source, &*target)?;
         }
@@ -254,4 +473,23 @@ impl PreparedConversion<'_> {
         }
         Ok(counters)
     }
+}
+
+/// Copies what is left of a copy that can be continued, and gives the target its name.
+fn run_resumable(
+    sources: &[Arc<dyn Disk>],
+    target: Arc<dyn Disk>,
+    options: &ConvertOptions,
+    (mut copy, beginning): (Resumable, Beginning),
+    watch: ProgressObserver<'_>,
+) -> Result<ConvertCounters, OperationError> {
+    let checkpoints = copy.checkpoints();
+    let counters = convert_recorded(sources, &*target, options, &checkpoints, watch)?;
+    copy.recorded(checkpoints);
+    let closed = block_on(target.close());
+    closed.map_err(|source| OperationError::CloseTarget { target: target.name().to_string(), source })?;
+    // Its locks are released before it gets its name.
+    drop(target);
+    block_on(copy.complete(beginning == Beginning::Complete))?;
+    Ok(counters)
 }

@@ -147,7 +147,7 @@ impl CreateOptions {
         Ok(())
     }
 
-    const fn geometry(&self) -> Geometry {
+    pub(super) const fn geometry(&self) -> Geometry {
         Geometry {
             cluster_bits: self.cluster_size.trailing_zeros(),
             refcount_order: self.refcount_bits.trailing_zeros(),
@@ -185,7 +185,7 @@ impl CreateOptions {
         }
     }
 
-    fn header(&self, layout: &Layout) -> Result<Header, BrokenInvariant> {
+    pub(super) fn header(&self, layout: &Layout) -> Result<Header, BrokenInvariant> {
         let narrow = |number: u64| {
             u32::try_from(number).map_err(|_| broken_invariant("a layout's tables are within the format's limits"))
         };
@@ -363,7 +363,7 @@ impl Tables<'_> {
         })
         .await?;
         put(storage, layout.refcount_blocks_at(), layout.refcount_blocks, cluster, |block, bytes| {
-            self.refcount_block(block, bytes);
+            bytes.extend_from_slice(&refcount_block(layout, block));
         })
         .await?;
         let l1 = if layout.l2_tables == 0 { 0 } else { layout.l1_entries };
@@ -377,17 +377,6 @@ impl Tables<'_> {
             self.l2_entry(entry, bytes);
         })
         .await
-    }
-
-    fn refcount_block(&self, block: u64, bytes: &mut Vec<u8>) {
-        let each = self.layout.geometry.refcounts_per_block();
-        let counted = self.layout.clusters().saturating_sub(block * each).min(each);
-        let mut counts = vec![0; to_usize(self.options.cluster_size)];
-        for index in 0..to_usize(counted) {
-            // All are in the block, and 1 fits into a bit.
-            let _ = refcount_array::set(&mut counts, self.layout.geometry.refcount_order, index, 1);
-        }
-        bytes.extend_from_slice(&counts);
     }
 
     fn l2_entry(&self, entry: u64, bytes: &mut Vec<u8>) {
@@ -412,6 +401,19 @@ impl Tables<'_> {
             bytes.extend_from_slice(&bitmap.to_be_bytes());
         }
     }
+}
+
+/// A refcount block of a new image: each cluster up to the end is used once.
+pub(super) fn refcount_block(layout: &Layout, block: u64) -> Vec<u8> {
+    let geometry = &layout.geometry;
+    let each = geometry.refcounts_per_block();
+    let counted = layout.clusters().saturating_sub(block * each).min(each);
+    let mut counts = vec![0; to_usize(geometry.cluster_size())];
+    for index in 0..to_usize(counted) {
+        // All are in the block, and 1 fits into a bit.
+        let _ = refcount_array::set(&mut counts, geometry.refcount_order, index, 1);
+    }
+    counts
 }
 
 /// Writes `count` entries of `size` bytes each from `at` on, in pieces.

@@ -20,7 +20,7 @@ pub(in crate::qcow2) struct Layout {
     pub(in crate::qcow2) l1_entries: u64,
     /// Clusters of the encryption header with its key material, which begins behind it.
     pub(in crate::qcow2) encryption: u64,
-    /// L2 tables, which begin behind that: none, or as many as the L1 table has entries.
+    /// L2 tables, which begin behind that: at most as many as the L1 table has entries.
     pub(in crate::qcow2) l2_tables: u64,
     /// Clusters of contents, which begin behind those.
     pub(in crate::qcow2) contents: u64,
@@ -45,12 +45,23 @@ impl Layout {
         contents: bool,
         encryption: u64,
     ) -> Result<Self, TooLarge> {
+        let l2_tables = if tables { geometry.l1_entries(size) } else { 0 };
+        let contents = if contents { geometry.clusters(size) } else { 0 };
+        Self::with(geometry, size, l2_tables, contents, encryption)
+    }
+
+    /// Of a disk of `size` bytes, with this number of L2 tables and of clusters of contents.
+    pub(in crate::qcow2) fn with(
+        geometry: Geometry,
+        size: u64,
+        l2_tables: u64,
+        contents: u64,
+        encryption: u64,
+    ) -> Result<Self, TooLarge> {
         let l1_entries = geometry.l1_entries(size);
         if l1_entries > u64::from(L1_MOST) || i64::try_from(size).is_err() {
             return Err(TooLarge::L1(size));
         }
-        let l2_tables = if tables { l1_entries } else { 0 };
-        let contents = if contents { geometry.clusters(size) } else { 0 };
         let encryption = geometry.clusters(encryption);
         let (refcount_table, refcount_blocks) = (1, 1);
         let mut layout =

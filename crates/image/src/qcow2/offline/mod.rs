@@ -12,4 +12,5 @@ pub(in crate::qcow2) mod layout;
 pub(in crate::qcow2) mod replay;
 pub(in crate::qcow2) mod resize;
 pub(in crate::qcow2) mod snapshots;
+pub(in crate::qcow2) mod streamed;
 pub(in crate::qcow2) mod vm_state;

@@ -47,9 +47,9 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 'o', long, value_name = "OPTIONS")]
     target_options: Vec<String>,
 
-    /// The target's cache mode
-    #[arg(short = 't', long, value_name = "MODE", default_value = "unsafe")]
-    target_cache: CacheMode,
+    /// The target's cache mode; default unsafe, with --resume writeback
+    #[arg(short = 't', long, value_name = "MODE")]
+    target_cache: Option<CacheMode>,
 
     /// The target's backing file; contents that SOURCE has from its own backing file are not copied, so both must be
     /// the same there
@@ -92,6 +92,10 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 'C', long = "copy-range-offloading", conflicts_with_all = ["sparse_size", "salvage", "compress"])]
     copy_range: bool,
 
+    /// Continue an interrupted copy, or begin one that can be continued: TARGET gets its name when it is complete
+    #[arg(long, conflicts_with_all = ["no_create", "oob_writes", "salvage", "bitmaps"])]
+    resume: bool,
+
     /// Maximum bandwidth in bytes per second
     #[arg(short = 'r', long, value_name = "RATE", value_parser = parse_rate)]
     rate: Option<u64>,
@@ -117,7 +121,7 @@ pub(crate) struct ImgConvertArgs {
     #[arg(long, requires = "bitmaps")]
     skip_broken_bitmaps: bool,
 
-    /// The source images, which are concatenated, and the target
+    /// The source images, which are concatenated, and the target; - is stdin or stdout
     #[arg(value_name = "SOURCE... TARGET", num_args = 1.., required_unless_present = "target_options")]
     files: Vec<OsString>,
 }
@@ -136,7 +140,7 @@ impl ImgConvertArgs {
         let target = Target {
             format: self.target_format,
             options: self.target_options.join(","),
-            cache: self.target_cache,
+            cache: self.target_cache.unwrap_or(if self.resume { CacheMode::Writeback } else { CacheMode::Unsafe }),
             image_opts: self.target_image_opts,
         };
         let (name, sources) = match self.files.split_last() {
@@ -159,6 +163,7 @@ impl ImgConvertArgs {
             copy_range: self.copy_range,
             compress: self.compress,
             compress_level: self.compress_level,
+            resume: self.resume,
             rate: self.rate,
             salvage: self.salvage,
             bitmaps: match (self.bitmaps, self.skip_broken_bitmaps) {

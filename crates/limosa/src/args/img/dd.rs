@@ -32,8 +32,8 @@ pub(crate) struct ImgDdArgs {
     #[arg(long)]
     json: bool,
 
-    /// if=INPUT, of=OUTPUT (overwritten), bs=SIZE (a block, default 512), skip=BLOCKS, count=BLOCKS (up to that block
-    /// of INPUT, skipped ones included)
+    /// if=INPUT, of=OUTPUT (overwritten; - is stdin or stdout), bs=SIZE (a block, default 512), skip=BLOCKS,
+    /// count=BLOCKS (up to that block of INPUT, skipped ones included)
     #[arg(value_name = "OPERAND")]
     operands: Vec<OsString>,
 }

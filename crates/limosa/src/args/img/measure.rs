@@ -33,6 +33,10 @@ pub(crate) struct ImgMeasureArgs {
     #[arg(short, long, value_name = "SIZE", value_parser = parse_size, allow_hyphen_values = true)]
     size: Option<u64>,
 
+    /// Measure what convert writes if its target is a pipe: the exact number of bytes
+    #[arg(long, conflicts_with = "size")]
+    pipe: bool,
+
     #[command(flatten)]
     share: ShareArg,
 
@@ -62,6 +66,6 @@ impl ImgMeasureArgs {
             (None, None) if target.asks_for_help() => Measured::Size(0),
             (None, None) => anyhow::bail!("image not given; use {} measure FILE, or --size SIZE", program::img()),
         };
-        Ok(MeasureOptions { what, snapshot: self.snapshot, target, json: self.output.json() })
+        Ok(MeasureOptions { what, pipe: self.pipe, snapshot: self.snapshot, target, json: self.output.json() })
     }
 }
