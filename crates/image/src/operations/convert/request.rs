@@ -211,7 +211,7 @@ impl ConvertRequest {
         let mut resumable = None;
         let (target, created) = match target {
             ConvertTarget::New(mut new) if let Some(resume) = &resume => {
-                let (copy, image) = new.continue_copy(&named, length, resume, &mut options, unfinished).await?;
+                let (copy, image) = new.continue_copy((&named, length), resume, &mut options, unfinished).await?;
                 resumable = Some(copy);
                 (image, None)
             }
@@ -290,11 +290,10 @@ impl NewTarget {
         Err(unsupported(source, what))
     }
 
-    /// Opens the target of a copy that is continued, or creates it.
+    /// Opens the target of a copy of `length` bytes that is continued, or creates it.
     async fn continue_copy(
         &mut self,
-        sources: &[NamedImage],
-        length: u64,
+        (sources, length): (&[NamedImage], u64),
         resume: &ResumeOptions,
         options: &mut ConvertOptions,
         unfinished: &UnfinishedFiles,
@@ -452,10 +451,10 @@ impl PreparedConversion<'_> {
     /// # Errors
     /// [`OperationError`]. Files that were created for the target are removed.
     pub fn run(self, watch: ProgressObserver<'_>) -> Result<ConvertCounters, OperationError> {
-        let target = self.target.as_disk();
-        if let Some((copy, beginning)) = self.resumable {
-            return run_resumable(&self.sources, target, &self.options, (copy, beginning), watch);
+        if let Some(copy) = self.resumable {
+            return run_resumable(&self.sources, self.target, &self.options, copy, watch);
         }
+        let target = self.target.as_disk();
         let counters = match self.input {
             None => convert_on_threads(&self.sources, &*target, &self.options, watch)?,
             Some(input) => {
@@ -478,11 +477,16 @@ impl PreparedConversion<'_> {
 /// Copies what is left of a copy that can be continued, and gives the target its name.
 fn run_resumable(
     sources: &[Arc<dyn Disk>],
-    target: Arc<dyn Disk>,
+    target: Target,
     options: &ConvertOptions,
     (mut copy, beginning): (Resumable, Beginning),
     watch: ProgressObserver<'_>,
 ) -> Result<ConvertCounters, OperationError> {
+    let format = match &target {
+        Target::Image(Image::Qcow2(_)) => Format::Qcow2,
+        _ => Format::Raw,
+    };
+    let target = target.as_disk();
     let checkpoints = copy.checkpoints();
     let counters = convert_recorded(sources, &*target, options, &checkpoints, watch)?;
     copy.recorded(checkpoints);
@@ -490,6 +494,10 @@ fn run_resumable(
     closed.map_err(|source| OperationError::CloseTarget { target: target.name().to_string(), source })?;
     // Its locks are released before it gets its name.
     drop(target);
+    // Space that was allocated ahead of a cut, and was not used since.
+    if matches!(beginning, Beginning::At(_)) {
+        block_on(copy.repair(format))?;
+    }
     block_on(copy.complete(beginning == Beginning::Complete))?;
     Ok(counters)
 }

@@ -103,7 +103,8 @@ fn a_copy_goes_on_after_a_cut_at_any_moment() {
             block_on(disk.close()).unwrap();
             drop(disk);
             if format == Format::Qcow2 {
-                let report = block_on(qcow2::check(&*target, CheckOptions::default())).unwrap();
+                // As a copy that was continued does before it gets its name.
+                let report = block_on(qcow2::repair(&*target, Repair::Leaks, CheckOptions::default())).unwrap();
                 assert!(report.is_clean(), "seed {seed}, cut at {moment}, {loss:?}: {report:?}");
             }
         }
@@ -189,7 +190,7 @@ fn a_copy_that_is_complete_gets_its_name_and_its_journal_goes() {
     let gone = opened(folder.path(), 4096, "request", "source").unwrap_err();
     assert!(gone.to_string().contains("is gone"), "{gone}");
     let storage =
-        FileStorage::open(&path("target.limosa-journal"), &FileOptions { io: Io::CallerThread, ..Default::default() });
+        FileStorage::open(path("target.limosa-journal"), &FileOptions { io: Io::CallerThread, ..Default::default() });
     let storage = storage.unwrap();
     let mut record = block_on(journal::read(&*storage)).unwrap().unwrap();
     record.position = 4096;

@@ -179,7 +179,7 @@ impl OutputImage {
         let len = self.len();
         let end = self.wanted.as_ref().map_or(Some(len), |(_, cluster)| len.checked_next_multiple_of(*cluster));
         self.skip_to(&mut state, end.unwrap_or(len))?;
-        state.writer.flush().map_err(|error| failed(&self.name, len, 0, error).into())
+        state.writer.flush().map_err(|error| failed(&self.name, len, 0, error))
     }
 }
 
