@@ -29,8 +29,8 @@ pub struct ConvertOptions {
     pub window: Option<Range<u64>>,
     /// Whether sectors that cannot be read become zeros.
     pub salvage: bool,
-    /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for
-    /// then.
+    /// The kernel copies what it can from file to file ([`Disk::copy_from`](crate::Disk::copy_from)); zeros in contents
+    /// are not looked for then.
     pub copy_range: bool,
     /// Bytes from the beginning that the target has already: whole pieces, or all.
     pub start: u64,
@@ -43,7 +43,7 @@ pub struct ConvertOptions {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Compress {
-    /// The level of [`Disk::compressor`].
+    /// The level of [`Disk::compressor`](crate::Disk::compressor).
     pub level: Option<u8>,
 }
 
