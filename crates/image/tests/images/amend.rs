@@ -9,7 +9,7 @@ use limosa_image::qcow2::{
 use limosa_image::{Disk as _, GuestOffset, ImageError};
 use limosa_storage::testing::{Loss, PowerCut, SeededRandom};
 use limosa_storage::{MemoryStorage, Storage, block_on};
-use limosa_testkit::image::{TestImage, contents, memory_file, raw_filled, read_all, write};
+use limosa_testkit::image::{TestImage, contents, memory_file, number, put, raw_filled, read_all, write};
 
 use crate::layers::times;
 
@@ -126,4 +126,27 @@ fn zero_clusters_become_contents_for_version_2() {
         zeros += views(before)[0].iter().filter(|byte| **byte == 0).count();
     }
     assert!(zeros > 10_000, "{zeros}");
+}
+
+#[test]
+fn a_zero_cluster_that_lies_on_something_else_is_damage_and_nothing_changes() {
+    let options = CreateOptions::default().size(1 << 20).backing_file(Some("below".into()));
+    let image = TestImage::create_in(memory_file("image"), &options.backing_format(Some("raw".into())));
+    let disk = image.open_over(Some(raw_filled(BELOW, 1 << 20)), Qcow2Options::default().allocate_ahead(0));
+    write(&*disk, 0, &[7; 1 << 16]);
+    block_on(disk.write_zeroes(GuestOffset(1 << 17), 1 << 16, false)).unwrap();
+    block_on(disk.close()).unwrap();
+    let header = image.header();
+    const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+    let l2 = number(&*image.file, header.l1.0.0) & OFFSET;
+    let data = number(&*image.file, l2) & OFFSET;
+    let sound = contents(&*image.file);
+    for host in [data, header.l1.0.0, l2, 1 << 50] {
+        let file = MemoryStorage::with_contents(sound.clone(), MOST);
+        put(&file, l2 + 2 * 8, &(1 << 63 | host | 1).to_be_bytes());
+        let before = file.contents();
+        let refused = block_on(change_version(&file, 2, CheckOptions::default())).unwrap_err();
+        assert!(matches!(refused, ImageError::NeedsRepair { .. }), "{host:#x}: {refused}");
+        assert!(file.contents() == before, "{host:#x}");
+    }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use limosa_storage::Storage;
 
-use super::check::{CheckOptions, Repair, expand_zero_clusters, has_zero_clusters, rebuild_as, repair};
+use super::check::{CheckOptions, Repair, check, expand_zero_clusters, has_zero_clusters, rebuild_as, repair};
 use super::header_change::replace_header;
 use crate::compression::Compression;
 use crate::error::ImageError;
@@ -32,6 +32,7 @@ pub async fn change_version(file: &dyn Storage, version: u32, options: CheckOpti
         2 => {
             refuse_newer(file, &old, old.refcount_order, options).await?;
             if has_zero_clusters(file, &old, options).await? {
+                old = clean(file, options).await?;
                 expand_zero_clusters(file, &mut old, options).await?;
                 new.clone_from(&old);
                 new.version = version;
@@ -69,7 +70,17 @@ pub(crate) async fn check_downgrade(
         Some(bits) => refcount_order(file, bits)?,
         None => header.refcount_order,
     };
-    if header.version > 2 { refuse_newer(file, &header, order, options).await } else { Ok(()) }
+    if header.version < 3 {
+        return Ok(());
+    }
+    refuse_newer(file, &header, order, options).await?;
+    if has_zero_clusters(file, &header, options).await? {
+        let report = check(file, options).await?;
+        if report.corruptions > 0 || report.check_errors > 0 {
+            return Err(damaged(file));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses an image that has something that version 2 does not have. `order`: the width of its refcounts.
@@ -110,11 +121,17 @@ pub async fn change_refcount_bits(file: &dyn Storage, bits: u32, options: CheckO
         return Err(ImageError::Unsupported { image: Arc::clone(file.name()), what });
     }
     // The flags of entries say what refcounts say now, leaks included: the new ones are counted without them.
+    let mut header = clean(file, options).await?;
+    rebuild_as(file, &mut header, order, options).await
+}
+
+/// The header of an image in which nothing is wrong: leaks are repaired, and anything else is refused. What an entry
+/// says of its cluster is true then.
+async fn clean(file: &dyn Storage, options: CheckOptions) -> Result<Header, ImageError> {
     if !repair(file, Repair::Leaks, options).await?.is_clean() {
         return Err(damaged(file));
     }
-    let mut header = Header::read(file).await?;
-    rebuild_as(file, &mut header, order, options).await
+    Header::read(file).await
 }
 
 fn damaged(file: &dyn Storage) -> ImageError {

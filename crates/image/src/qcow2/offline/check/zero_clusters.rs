@@ -42,8 +42,8 @@ pub(in crate::qcow2) async fn has_zero_clusters(
     }
 }
 
-/// Gives clusters that are said to be zeros contents that are zeros, durably; without a backing file, none. The image
-/// has entries without subclusters, and is not encrypted.
+/// Gives clusters that are said to be zeros contents that are zeros, durably; without a backing file, none. Nothing is
+/// wrong in the image; it has entries without subclusters, and is not encrypted.
 pub(in crate::qcow2) async fn expand_zero_clusters(
     storage: &dyn Storage,
     header: &mut Header,
