@@ -207,7 +207,7 @@ impl ImageFile {
         let passphrase = passphrase(&*self.storage, &self.reference, secrets)?;
         let file = Arc::clone(&self.storage);
         match &self.header {
-            Some(header) => luks::open_detached(file, &**header, passphrase).await,
+            Some(header) => luks::open_detached(file, Arc::clone(header), passphrase).await,
             None => luks::open(file, passphrase).await,
         }
     }
@@ -394,6 +394,11 @@ impl<'a> Walk<'a> {
         };
         if let Some(identity) = file.identity() {
             self.seen.take(by, &reference.location, identity)?;
+        }
+        if let (Some(path), Some(header)) = (&reference.header, &file.header)
+            && let Some(header) = (&**header as &dyn Any).downcast_ref::<FileStorage>()
+        {
+            self.seen.take(by, &Location::File(path.clone()), Identity::File(header.identity()))?;
         }
         self.last = Some(Arc::clone(file.storage.name()));
         Ok(Some(file))

@@ -38,6 +38,8 @@ struct Inner {
     base: u64,
     /// The number of the sector at `base`.
     first: u64,
+    /// The file that has the header, if it is another one: it is not changed while the contents are in use.
+    header: Option<Arc<dyn Storage>>,
 }
 
 impl fmt::Debug for EncryptedStorage {
@@ -60,7 +62,21 @@ impl EncryptedStorage {
         base: u64,
         first: u64,
     ) -> Self {
-        Self { inner: Arc::new(Inner { below, cipher: cipher.into(), base, first }), locks: Arc::default() }
+        Self {
+            inner: Arc::new(Inner { below, cipher: cipher.into(), base, first, header: None }),
+            locks: Arc::default(),
+        }
+    }
+
+    /// As [`new`](Self::new), with the file of the header, which stays open as long as this.
+    pub(crate) fn with_header(
+        below: Arc<dyn Storage>,
+        cipher: impl Into<Arc<SectorCipher>>,
+        base: u64,
+        header: Arc<dyn Storage>,
+    ) -> Self {
+        let inner = Inner { below, cipher: cipher.into(), base, first: 0, header: Some(header) };
+        Self { inner: Arc::new(inner), locks: Arc::default() }
     }
 
     async fn read_range(self, offset: u64, into: IoVector) -> Result<(), StorageError> {
@@ -305,6 +321,9 @@ impl Storage for EncryptedStorage {
 
     fn unlock(&self) {
         self.inner.below.unlock();
+        if let Some(header) = &self.inner.header {
+            header.unlock();
+        }
     }
 }
 

@@ -98,18 +98,18 @@ pub async fn open(file: Arc<dyn Storage>, passphrase: &Passphrase) -> Result<Enc
     Ok(EncryptedStorage::new(file, cipher, header.payload_offset()))
 }
 
-/// Opens the disk in `file` whose header is alone in another one.
+/// Opens the disk in `file` whose header is alone in another one, which stays open as long as the disk.
 ///
 /// # Errors
 /// As [`open`].
 pub async fn open_detached(
     file: Arc<dyn Storage>,
-    header_file: &dyn Storage,
+    header_file: Arc<dyn Storage>,
     passphrase: &Passphrase,
 ) -> Result<EncryptedStorage, ImageError> {
-    let header = read_detached_header(header_file).await?;
-    let cipher = unlocked_cipher(header_file, 0, &header, passphrase).await?;
-    Ok(EncryptedStorage::new(file, cipher, header.payload_offset()))
+    let header = read_detached_header(&*header_file).await?;
+    let cipher = unlocked_cipher(&*header_file, 0, &header, passphrase).await?;
+    Ok(EncryptedStorage::with_header(file, cipher, header.payload_offset(), header_file))
 }
 
 /// The cipher of the disk whose header is at `base` of a storage.

@@ -428,7 +428,14 @@ fn a_header_may_be_in_a_file_of_its_own() {
     assert_eq!(bed.both_say(&compare).stdout, "Images are identical.\n");
     theirs(&bed, &["convert", "-n", "--target-image-opts", "--image-opts", plain, &image]);
     assert_eq!(bed.both_say(&compare).stdout, "Images are identical.\n");
-    bed.both_tell(&with_secret(&["info", "--output", "json", "--image-opts", &image]));
+    let info = with_secret(&["info", "--output", "json", "--image-opts", &image]);
+    let described = [Answer::from(bed.limosa(&info)), bed.qemu_img(&info)].map(|answer| {
+        let mut described = answer.success().json();
+        // Its keys are in another order.
+        described.as_object_mut().unwrap().remove("filename");
+        described
+    });
+    assert_eq!(described[0], described[1]);
     bed.both_tell(&with_secret(&["map", "--output", "json", "--image-opts", &image]));
     bed.both_say(&with_secret(&["measure", "--image-opts", &image]));
     assert!(fs::read(bed.path("header")).unwrap() == header);
@@ -472,4 +479,20 @@ fn a_header_of_its_own_is_not_taken_for_a_disk() {
     bed.qemu_img(&["create", "-q", "-u", "-f", "qcow2", "-b", &below, "-F", "luks", "overlay", "5M"]).success();
     let refused = bed.limosa(&["map", "--untrusted", "overlay"]);
     assert!(refused.stderr.contains("not trusted to have"), "{}", refused.stderr);
+}
+
+#[test]
+fn a_header_that_is_in_use_is_not_overwritten() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let create = ["create", "-q", "-f", "luks", "-o", "key-secret=s,iter-time=10,detached-header=on", "header"];
+    assert_eq!(bed.limosa(&with_secret(&create)).status.code(), Some(0));
+    bed.create(&["-q", "-f", "raw", "x", "3M"]);
+    let before = fs::read(bed.path("header")).unwrap();
+    let image = detached("x", "header");
+    let ended = bed.limosa(&with_secret(&["convert", "--image-opts", "-O", "raw", &image, "header"]));
+    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    let twice = detached("header", "header");
+    assert_eq!(bed.limosa(&with_secret(&["map", "--image-opts", &twice])).status.code(), Some(1));
+    assert!(fs::read(bed.path("header")).unwrap() == before);
 }
