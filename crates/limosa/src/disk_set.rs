@@ -23,6 +23,8 @@ fn snapshots(image: &Path, file: &ImageFile) -> anyhow::Result<Vec<Snapshot>> {
 /// Checks that all disks have the snapshot that `image` has, of the same moment, and that no other one has a state.
 /// QEMU gives the snapshots of a VM's disks one name and one time; their ids may differ.
 ///
+/// Returns the images, which nobody changes while they are open.
+///
 /// # Errors
 /// One of them has no such snapshot, or one of another moment; an image cannot be opened.
 pub(crate) fn check(
@@ -30,17 +32,21 @@ pub(crate) fn check(
     tag: &SnapshotChoice,
     others: &[PathBuf],
     options: &OpenOptions,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Vec<ImageFile>> {
     if others.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let options = options.clone().read_only(true);
     let open = |path: &Path| anyhow::Ok(block_on(ImageFile::open(&Reference::from_name(path)?, &options))?);
-    let all = snapshots(image, &open(image)?)?;
+    let file = open(image)?;
+    let all = snapshots(image, &file)?;
+    let mut files = vec![file];
     let Some(with_state) = tag.find(&all) else { bail!("{}: it has no snapshot with {tag}", image.display()) };
     let name = SnapshotChoice::IdAndName { id: None, name: Some(with_state.name.clone()) };
     for other in others {
-        let all = snapshots(other, &open(other)?)?;
+        let file = open(other)?;
+        let all = snapshots(other, &file)?;
+        files.push(file);
         let Some(found) = name.find(&all) else {
             bail!("{}: it has no snapshot with {name}, which {} has", other.display(), image.display());
         };
@@ -53,7 +59,7 @@ pub(crate) fn check(
         );
         ensure!(found.vm_state_size == 0, "{}: its snapshot with {name} has a state of a VM, too", other.display());
     }
-    Ok(())
+    Ok(files)
 }
 
 /// Disks that get a snapshot together with the one that gets the VM's state. They are open, so nothing else uses them.

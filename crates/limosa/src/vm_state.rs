@@ -47,7 +47,7 @@ pub(crate) fn open(
 ) -> anyhow::Result<(Foreign, Feeder)> {
     let lock = if force_share { LockPolicy::None } else { LockPolicy::Auto };
     let options = OpenOptions::default().lock(lock);
-    disk_set::check(image, tag, others, &options)?;
+    let _unchanged = disk_set::check(image, tag, others, &options)?;
     let state = block_on(VmState::open(&Reference::from_name(image)?, tag, &options))?;
     let (read, write) = std::io::pipe().context("a pipe")?;
     let thread = thread::Builder::new().name("vm-state".into());
