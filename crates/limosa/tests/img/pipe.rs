@@ -308,3 +308,24 @@ fn dd_reads_stdin_and_writes_stdout() {
     assert!(past.status == Some(0) && past.stderr.contains("skip=11 begins past the end"), "{}", past.stderr);
     assert_eq!(length(&bed.path("out")), 0);
 }
+
+#[test]
+fn a_stream_that_is_closed_is_refused() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "raw", "disk", "1M"]);
+    std::fs::write(bed.path("target"), "mine").unwrap();
+    let shell = |words: &str| {
+        let line = format!("exec {} img {words}", env!("CARGO_BIN_EXE_limosa"));
+        let output = Command::new("sh").args(["-c", &line]).current_dir(bed.path("")).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    for redirected in ["<&-", "</dev/null", "</dev/zero"] {
+        let (status, said) = shell(&format!("convert -f raw -O raw - target {redirected}"));
+        assert!(status == Some(1) && said.contains("stdin is closed, or a device"), "{redirected}: {said}");
+    }
+    assert_eq!(std::fs::read(bed.path("target")).unwrap(), b"mine");
+    let (status, said) = shell("convert -f raw -O raw disk - >&-");
+    assert!(status == Some(1) && said.contains("stdout is closed"), "{said}");
+    assert_eq!(shell("convert -f raw -O raw disk - >/dev/null").0, Some(0));
+}
