@@ -10,10 +10,9 @@ fn a_command_that_needs_more_memory_than_it_may_have_fails_with_one_line_and_lea
     needs_qemu!();
     let bed = Bed::new();
     bed.create(&["-f", "qcow2", "x", "1G"]);
-    let words = ["check", "--limit-memory", "1M", "x"];
-    let ours = Answer::from(bed.limosa(&words));
-    assert_eq!((ours.status, ours.stdout.as_str()), (Some(1), ""), "{ours:?}");
-    assert_one_line(&ours, &words, "");
+    let ours = Answer::from(bed.limosa(&["bench", "-c", "4", "-d", "4", "-s", "64M", "--limit-memory", "16M", "x"]));
+    assert_eq!((ours.status, ours.stderr.lines().count()), (Some(1), 1), "{ours:?}");
+    assert!(ours.stderr.contains("increase --limit-memory"), "{ours:?}");
     bed.limosa(&["check", "-q", "--limit-memory", "64M", "x"]).success();
     // Requests in flight have memory of their own.
     bed.create(&["-f", "raw", "source", "64M"]);

@@ -1,5 +1,6 @@
 //! `convert --resume`.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::time::Duration;
 
 use limosa_storage::testing::SeededRandom;
@@ -183,4 +184,71 @@ fn a_copy_that_is_not_interrupted_is_as_without_the_option() {
         bed.qemu_img(&["compare", "-s", "-f", format, "-F", format, "target", "other"]).success();
         assert_eq!(length(&bed.path("target")), length(&bed.path("other")));
     }
+}
+
+#[test]
+fn a_file_that_is_replaced_is_not_used_meanwhile_and_gives_its_owner_and_mode() {
+    needs_qemu!();
+    let bed = Bed::new();
+    source(&bed);
+    bed.create(&["-f", "qcow2", "target", "1M"]);
+    let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    std::fs::set_permissions(bed.path("target"), private).unwrap();
+    let is_root = rustix::process::geteuid().is_root();
+    if is_root {
+        std::os::unix::fs::chown(bed.path("target"), Some(1234), Some(1235)).unwrap();
+    }
+    let owner = |name: &str| {
+        let found = std::fs::metadata(bed.path(name)).unwrap();
+        (found.mode() & 0o777, found.uid(), found.gid())
+    };
+    let before = owner("target");
+    let words = ["convert", "--resume", "-r", "24M", "-f", "qcow2", "-O", "qcow2", "source", "target"];
+    let running = bed.start(&words);
+    wait_for("the copy to begin", || bed.path(PART).exists().then_some(()));
+    // Nobody opens the old one while it is about to be replaced.
+    let io = bed.qemu_img(&["resize", "target", "2M"]);
+    assert!(io.stderr.contains("lock"), "{}", io.stderr);
+    assert_eq!(std::fs::metadata(bed.path(PART)).unwrap().mode() & 0o077, 0);
+    Answer::from(running.wait()).success();
+    assert_eq!(owner("target"), before);
+    bed.qemu_img(&["compare", "source", "target"]).success();
+    // A file that was made meanwhile is not replaced.
+    std::fs::remove_file(bed.path("target")).unwrap();
+    let running = bed.start(&words);
+    wait_for("the copy to begin", || bed.path(PART).exists().then_some(()));
+    std::fs::write(bed.path("target"), "mine").unwrap();
+    let ended = Answer::from(running.wait());
+    assert_one_line(&ended, &words, "another file has its name since the copy was begun");
+    assert_eq!(std::fs::read(bed.path("target")).unwrap(), b"mine");
+    std::fs::remove_file(bed.path("target")).unwrap();
+    Answer::from(bed.limosa(&words)).success();
+    bed.qemu_img(&["compare", "source", "target"]).success();
+}
+
+#[test]
+fn names_that_nobody_gave_are_not_followed_or_overwritten() {
+    needs_qemu!();
+    let bed = Bed::new();
+    source(&bed);
+    let words = ["convert", "--resume", "-f", "qcow2", "-O", "raw", "source", "target"];
+    let refused = |says: &str| assert_one_line(&Answer::from(bed.limosa(&words)), &words, says);
+    std::fs::write(bed.path("secret"), "hello").unwrap();
+    for name in [JOURNAL, "target"] {
+        std::os::unix::fs::symlink("secret", bed.path(name)).unwrap();
+        refused(if name == JOURNAL { "is not a journal that this user made" } else { "it is a symbolic link" });
+        std::fs::remove_file(bed.path(name)).unwrap();
+    }
+    std::fs::write(bed.path(JOURNAL), "my own notes").unwrap();
+    refused("is not a journal");
+    assert_eq!(std::fs::read(bed.path(JOURNAL)).unwrap(), b"my own notes");
+    std::fs::remove_file(bed.path(JOURNAL)).unwrap();
+    std::fs::hard_link(bed.path("secret"), bed.path("target")).unwrap();
+    refused("hard links");
+    assert_eq!(std::fs::read(bed.path("secret")).unwrap(), b"hello");
+    // What could not be begun leaves nothing.
+    std::fs::remove_file(bed.path("target")).unwrap();
+    let words = ["convert", "--resume", "-f", "qcow2", "-O", "qcow2", "-o", "cluster_size=3k", "source", "target"];
+    assert_eq!(Answer::from(bed.limosa(&words)).status, Some(1));
+    assert!(!bed.path(JOURNAL).exists() && !bed.path(PART).exists());
 }

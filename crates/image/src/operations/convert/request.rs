@@ -301,13 +301,19 @@ impl NewTarget {
         let Some(path) = self.image.location.path() else {
             return Err(ImageError::from(broken_invariant("a copy that can be continued is in a file")).into());
         };
-        let paths = Paths::of(path);
+        let paths = Paths::of(path)?;
         let state = source_state(sources).await?;
         let (mut copy, beginning) = Resumable::open(paths.clone(), length, &resume.request, &state).await?;
         let (at, below, is_zero) = match beginning {
             Beginning::New => {
                 self.image.location = Location::File(paths.part);
-                let made = self.clone().create(sources.len(), length, unfinished).await?;
+                let made = match self.clone().create(sources.len(), length, unfinished).await {
+                    Ok(made) => made,
+                    Err(error) => {
+                        copy.abandon();
+                        return Err(error);
+                    }
+                };
                 made.files.keep();
                 copy.created().await?;
                 (0, made.below, made.is_zero)
@@ -486,14 +492,15 @@ fn run_resumable(
         Target::Image(Image::Qcow2(_)) => Format::Qcow2,
         _ => Format::Raw,
     };
-    let target = target.as_disk();
-    let checkpoints = copy.checkpoints();
-    let counters = convert_recorded(sources, &*target, options, &checkpoints, watch)?;
-    copy.recorded(checkpoints);
-    let closed = block_on(target.close());
-    closed.map_err(|source| OperationError::CloseTarget { target: target.name().to_string(), source })?;
-    // Its locks are released before it gets its name.
+    let disk = target.as_disk();
     drop(target);
+    let checkpoints = copy.checkpoints();
+    let counters = convert_recorded(sources, &*disk, options, &checkpoints, watch)?;
+    copy.recorded(checkpoints);
+    let closed = block_on(disk.close());
+    closed.map_err(|source| OperationError::CloseTarget { target: disk.name().to_string(), source })?;
+    // Its locks are released before it gets its name.
+    drop(disk);
     // Space that was allocated ahead of a cut, and was not used since.
     if matches!(beginning, Beginning::At(_)) {
         block_on(copy.repair(format))?;

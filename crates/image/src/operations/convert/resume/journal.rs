@@ -76,15 +76,32 @@ impl Record {
     }
 }
 
-/// Reads the last record of a journal; `None`: it has none that is valid.
+/// The contents of a journal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Found {
+    /// The last record.
+    Record(Record),
+    /// No record was ever durable.
+    Blank,
+    /// Something else.
+    Other,
+}
+
+/// Reads a journal.
 ///
 /// # Errors
 /// What the storage says.
-pub(super) async fn read(storage: &dyn Storage) -> Result<Option<Record>, StorageError> {
+pub(super) async fn read(storage: &dyn Storage) -> Result<Found, StorageError> {
     let bytes = Buffer::zeroed(2 * SLOT);
     storage.read(0, bytes.clone().into()).await?;
     let bytes = bytes.to_vec();
-    Ok(bytes.chunks(SLOT).filter_map(Record::decode).max_by_key(|record| record.sequence))
+    if let Some(last) = bytes.chunks(SLOT).filter_map(Record::decode).max_by_key(|record| record.sequence) {
+        return Ok(Found::Record(last));
+    }
+    // The first record may have been cut off: it is in one slot, from its beginning on or in whole blocks.
+    let may_be = |slot: &[u8]| slot.iter().all(|byte| *byte == 0) || slot.starts_with(TITLE.as_bytes());
+    let is_ours = storage.length()? <= to_u64(2 * SLOT) && bytes.chunks(SLOT).all(may_be);
+    Ok(if is_ours { Found::Blank } else { Found::Other })
 }
 
 /// Makes a record durable as the last one.
@@ -120,7 +137,10 @@ mod tests {
     use super::*;
 
     fn found(bytes: Vec<u8>) -> Option<Record> {
-        block_on(read(&MemoryStorage::with_contents(bytes, 1 << 20))).unwrap()
+        match block_on(read(&MemoryStorage::with_contents(bytes, 1 << 20))).unwrap() {
+            Found::Record(record) => Some(record),
+            Found::Blank | Found::Other => None,
+        }
     }
 
     #[test]

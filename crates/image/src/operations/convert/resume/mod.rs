@@ -1,25 +1,26 @@
 //! Conversions that are continued where they were interrupted.
 //!
 //! Law: the target has its name only when it is complete. Until then the copy is in a file beside it, whose name ends
-//! in [`PART`], with a journal ([`journal`]): neither can be mistaken for the image. A copy is continued only from the
-//! same source, with the same request, and from where everything is durable.
+//! in `.limosa-part`, with a journal ([`journal`]): neither can be mistaken for the image. A copy is continued only
+//! from the same source, with the same request, and from where everything is durable.
 //!
 //! The order: the journal says that a target is being created; the target is created; the journal names it; contents
 //! are flushed, then recorded; the target is closed, recorded as complete, and renamed; the journal is removed. A copy
 //! that is cut off between any two of these is continued.
 
+mod files;
 mod journal;
 
-use std::ffi::OsString;
+use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_lock::Mutex;
-use limosa_storage::{Buffer, Create, FileOptions, FileStorage, Io, Operation, Storage, StorageError};
+use limosa_storage::{Buffer, FileOptions, FileStorage, Operation, Storage};
 
 use crate::chain::{self, NamedImage};
 use crate::disk::Disk;
@@ -27,12 +28,9 @@ use crate::error::ImageError;
 use crate::operations::operation::{DiskOperation, OperationError};
 use crate::probe::Format;
 use crate::qcow2::{self, CheckOptions, Repair};
-use journal::{Record, hex};
+pub(super) use files::Paths;
+use journal::{Found, Record, hex};
 
-/// The end of the name of a target that is not complete.
-const PART: &str = ".limosa-part";
-/// The end of the name of its journal.
-const JOURNAL: &str = ".limosa-journal";
 /// Bytes of a source's beginning that its identity includes.
 const HEAD: u64 = 64 << 10;
 /// The shortest time between two records.
@@ -54,21 +52,14 @@ impl ResumeOptions {
     }
 }
 
-/// The files of a target that is not complete.
-#[derive(Debug, Clone)]
-pub(super) struct Paths {
-    target: PathBuf,
-    /// Where the copy is until it is complete.
-    pub(super) part: PathBuf,
-    journal: PathBuf,
-}
-
 /// A copy whose progress is recorded.
 #[derive(Debug)]
 pub(super) struct Resumable {
     paths: Paths,
     storage: Arc<dyn Storage>,
     record: Record,
+    /// The file that has the target's name until the copy is complete.
+    replaced: Option<Arc<FileStorage>>,
 }
 
 /// How a copy begins.
@@ -80,38 +71,6 @@ pub(super) enum Beginning {
     At(u64),
     /// It is complete, and has its name.
     Complete,
-}
-
-impl Paths {
-    /// The files for a target at this path. A symbolic link stays, and what it leads to is replaced.
-    pub(super) fn of(path: &Path) -> Self {
-        let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        let beside = |end: &str| {
-            let mut name = OsString::from(&target);
-            name.push(end);
-            PathBuf::from(name)
-        };
-        Self { part: beside(PART), journal: beside(JOURNAL), target }
-    }
-
-    fn refuse(&self, why: &str) -> OperationError {
-        OperationError::CannotResume {
-            target: self.target.display().to_string(),
-            why: format!("{why}; remove {} and {} to begin again", self.journal.display(), self.part.display()),
-        }
-    }
-
-    fn failed(&self, operation: Operation, path: &Path, error: io::Error) -> OperationError {
-        let name = Arc::from(path.to_string_lossy());
-        ImageError::from(StorageError::for_storage(operation, &name, error)).into()
-    }
-
-    /// Makes the names of files durable.
-    fn sync_folder(&self) -> Result<(), OperationError> {
-        let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let synced = File::open(folder).and_then(|folder| folder.sync_all());
-        synced.map_err(|error| self.failed(Operation::Flush, folder, error))
-    }
 }
 
 impl Resumable {
@@ -126,33 +85,19 @@ impl Resumable {
         request: &str,
         source: &str,
     ) -> Result<(Self, Beginning), OperationError> {
-        // A target that is in use is not replaced.
-        if let Ok(metadata) = fs::metadata(&paths.target) {
-            if !metadata.is_file() {
-                return Err(paths.refuse("it is not a regular file"));
-            }
-            drop(FileStorage::open(&paths.target, &FileOptions::default()).map_err(ImageError::from)?);
-        }
-        let options = |create| FileOptions { create, io: Io::CallerThread, ..FileOptions::default() };
+        let replaced = paths.open_replaced()?;
         let wanted = Record::new(length, request, source);
-        let (storage, found) = match FileStorage::open(&paths.journal, &options(Create::New)) {
-            Ok(storage) => {
-                if paths.part.exists() {
-                    drop(fs::remove_file(&paths.journal));
-                    return Err(paths.refuse("there is a part of a copy without a journal"));
-                }
-                (storage, None)
+        let (storage, is_new) = paths.open_journal()?;
+        let found = match journal::read(&*storage).await.map_err(ImageError::from)? {
+            Found::Record(found) => Some(found),
+            Found::Blank if is_new && paths.part.exists() => {
+                drop(fs::remove_file(&paths.journal));
+                return Err(paths.refuse_found("there is a part of a copy without a journal"));
             }
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                let storage = FileStorage::open(&paths.journal, &options(Create::No)).map_err(ImageError::from)?;
-                let found = journal::read(&*storage).await.map_err(ImageError::from)?;
-                // A journal is empty until its first record is durable, and there is no target before that.
-                if found.is_none() && paths.part.exists() {
-                    return Err(paths.refuse("its journal is damaged"));
-                }
-                (storage, found)
-            }
-            Err(error) => return Err(ImageError::from(error).into()),
+            // A journal is empty until its first record is durable, and there is no target before that.
+            Found::Blank if paths.part.exists() => return Err(paths.refuse_found("its journal is damaged")),
+            Found::Blank => None,
+            Found::Other => return Err(paths.refuse_found("its journal is damaged, or is not a journal")),
         };
         let storage: Arc<dyn Storage> = storage;
         let (record, beginning) = match found.filter(|found| found.target != 0) {
@@ -162,7 +107,7 @@ impl Resumable {
                 (found, beginning)
             }
         };
-        let mut resumable = Self { paths, storage, record };
+        let mut resumable = Self { paths, storage, record, replaced };
         if beginning == Beginning::New {
             resumable.write().await?;
             resumable.paths.sync_folder()?;
@@ -187,9 +132,17 @@ impl Resumable {
     pub(super) async fn created(&mut self) -> Result<(), OperationError> {
         let part = &self.paths.part;
         let metadata = fs::metadata(part).map_err(|error| self.paths.failed(Operation::Open, part, error))?;
+        if self.replaced.is_some() {
+            self.paths.make_private()?;
+        }
         self.paths.sync_folder()?;
         self.record.target = metadata.ino();
         self.write().await
+    }
+
+    /// Removes the journal of a copy whose target could not be created.
+    pub(super) fn abandon(self) {
+        drop(fs::remove_file(&self.paths.journal));
     }
 
     /// Gives the complete target, which is closed, its name, and removes the journal.
@@ -202,9 +155,7 @@ impl Resumable {
             part.map_err(|error| self.paths.failed(Operation::Flush, &self.paths.part, error))?;
             self.record.position = self.record.length;
             self.write().await?;
-            fs::rename(&self.paths.part, &self.paths.target)
-                .map_err(|error| self.paths.failed(Operation::Open, &self.paths.target, error))?;
-            self.paths.sync_folder()?;
+            self.paths.give_name(self.replaced.as_deref())?;
         }
         fs::remove_file(&self.paths.journal)
             .map_err(|error| self.paths.failed(Operation::Open, &self.paths.journal, error))
@@ -238,20 +189,20 @@ impl Resumable {
 fn check(paths: &Paths, found: &Record, wanted: &Record) -> Result<Beginning, OperationError> {
     if found.request != wanted.request {
         let why = format!("it was begun with other options: {}, not {}", found.request, wanted.request);
-        return Err(paths.refuse(&why));
+        return Err(paths.refuse_found(&why));
     }
     if found.source != wanted.source || found.length != wanted.length {
-        return Err(paths.refuse("the source has changed since it was begun"));
+        return Err(paths.refuse_found("the source has changed since it was begun"));
     }
     if found.position > found.length || !found.position.is_multiple_of(super::SECTOR) {
-        return Err(paths.refuse("its journal says what cannot be"));
+        return Err(paths.refuse_found("its journal says what cannot be"));
     }
     let inode = |path: &Path| fs::metadata(path).ok().map(|metadata| metadata.ino());
     match inode(&paths.part) {
         Some(part) if part == found.target => Ok(Beginning::At(found.position)),
         None if found.position == found.length && inode(&paths.target) == Some(found.target) => Ok(Beginning::Complete),
-        Some(_) => Err(paths.refuse("the part of the copy is not the file that was written")),
-        None => Err(paths.refuse("the part of the copy is gone")),
+        Some(_) => Err(paths.refuse_found("the part of the copy is not the file that was written")),
+        None => Err(paths.refuse_found("the part of the copy is gone")),
     }
 }
 
@@ -294,8 +245,8 @@ impl Checkpoints {
     }
 }
 
-/// Describes the state of sources: of every file of their chains the length, the time of the last change, the inode and
-/// the beginning.
+/// Describes the state of sources: of every file of their chains the length, the times of the last changes, the inode
+/// and the beginning.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: a source is no regular file, so nobody knows whether it has changed; what the kernel
@@ -304,22 +255,37 @@ pub(super) async fn source_state(sources: &[NamedImage]) -> Result<String, Opera
     let mut state = String::new();
     for source in sources {
         for file in chain::files(&source.reference, &source.options).await? {
-            let name = file.storage.name();
-            let metadata = file.reference.path().and_then(|path| fs::metadata(path).ok()).filter(fs::Metadata::is_file);
-            let Some(metadata) = metadata else {
-                let what = "it is no regular file, so a change while a copy is interrupted would not be noticed";
-                return Err(super::stream::unsupported(name, what).into());
-            };
-            let head = Buffer::zeroed(limosa_page::to_usize(HEAD.min(metadata.len())));
-            file.storage.read(0, head.clone().into()).await.map_err(ImageError::from)?;
-            let digest = hex(&head.to_vec());
-            let (seconds, nanos) = (metadata.mtime(), metadata.mtime_nsec());
-            let of =
-                format!("{} bytes, changed {seconds}.{nanos:09}, inode {}, {digest}; ", metadata.len(), metadata.ino());
-            state.push_str(&of);
+            push_state(&mut state, &*file.storage, file.reference.path()).await?;
+            if let Some(header) = &file.header {
+                push_state(&mut state, &**header, file.reference.header.as_deref()).await?;
+            }
         }
     }
     Ok(state)
+}
+
+/// Adds the state of a file.
+async fn push_state(state: &mut String, storage: &dyn Storage, path: Option<&Path>) -> Result<(), OperationError> {
+    let Some(metadata) = path.and_then(|path| fs::metadata(path).ok()).filter(fs::Metadata::is_file) else {
+        let what = "it is no regular file, so a change while a copy is interrupted would not be noticed";
+        return Err(super::stream::unsupported(storage.name(), what).into());
+    };
+    let head = Buffer::zeroed(limosa_page::to_usize(HEAD.min(metadata.len())));
+    storage.read(0, head.clone().into()).await.map_err(ImageError::from)?;
+    let (modified, changed) = ((metadata.mtime(), metadata.mtime_nsec()), (metadata.ctime(), metadata.ctime_nsec()));
+    let _ = write!(
+        state,
+        "{} bytes, modified {}.{:09}, changed {}.{:09}, inode {} of device {}, {}; ",
+        metadata.len(),
+        modified.0,
+        modified.1,
+        changed.0,
+        changed.1,
+        metadata.ino(),
+        metadata.dev(),
+        hex(&head.to_vec())
+    );
+    Ok(())
 }
 
 #[cfg(test)]

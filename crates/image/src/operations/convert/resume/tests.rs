@@ -2,7 +2,7 @@ use std::fs;
 use std::ops::ControlFlow;
 
 use limosa_storage::testing::{Loss, PowerCut, SeededRandom};
-use limosa_storage::{MemoryStorage, block_on};
+use limosa_storage::{FileOptions, Io, MemoryStorage, block_on};
 
 use super::*;
 use crate::disk::BlockStatus;
@@ -84,7 +84,10 @@ fn a_copy_goes_on_after_a_cut_at_any_moment() {
             cuts += 1;
             let journal = MemoryStorage::with_contents(contents.remove(1), MOST);
             let target: Arc<dyn Storage> = Arc::new(MemoryStorage::with_contents(contents.remove(0), MOST));
-            let found = block_on(journal::read(&journal)).unwrap().unwrap_or_else(|| Record::new(source.len(), "", ""));
+            let found = match block_on(journal::read(&journal)).unwrap() {
+                Found::Record(found) => found,
+                _ => Record::new(source.len(), "", ""),
+            };
             if format == Format::Qcow2 {
                 block_on(qcow2::repair(&*target, Repair::Leaks, CheckOptions::default())).unwrap();
             }
@@ -121,7 +124,7 @@ fn resumed_from_nothing(source: &Arc<TestDisk>, target: &dyn Disk, compress: boo
 
 /// Opens the copy of `length` bytes to a target in this folder.
 fn opened(folder: &Path, length: u64, request: &str, source: &str) -> Result<(Resumable, Beginning), OperationError> {
-    block_on(Resumable::open(Paths::of(&folder.join("target")), length, request, source))
+    block_on(Resumable::open(Paths::of(&folder.join("target")).unwrap(), length, request, source))
 }
 
 #[test]
@@ -192,7 +195,7 @@ fn a_copy_that_is_complete_gets_its_name_and_its_journal_goes() {
     let storage =
         FileStorage::open(path("target.limosa-journal"), &FileOptions { io: Io::CallerThread, ..Default::default() });
     let storage = storage.unwrap();
-    let mut record = block_on(journal::read(&*storage)).unwrap().unwrap();
+    let Found::Record(mut record) = block_on(journal::read(&*storage)).unwrap() else { panic!("no record") };
     record.position = 4096;
     block_on(journal::write(&*storage, &mut record)).unwrap();
     drop(storage);
