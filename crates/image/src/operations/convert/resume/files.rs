@@ -5,9 +5,9 @@
 //! its mode and its extended attributes.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File, Metadata, Permissions};
+use std::fs::{self, File, Metadata};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -108,13 +108,13 @@ impl Paths {
         Ok(Some(FileStorage::open(&self.target, &FileOptions::default()).map_err(ImageError::from)?))
     }
 
-    /// Lets nobody else read the part of a copy that replaces a file.
+    /// Makes the part of a copy that replaces a file, empty, so that nobody else can read it at any time.
     ///
     /// # Errors
     /// The kernel's.
-    pub(super) fn make_private(&self) -> Result<(), OperationError> {
-        let made = fs::set_permissions(&self.part, Permissions::from_mode(PRIVATE));
-        made.map_err(|error| self.failed(Operation::Open, &self.part, error))
+    pub(super) fn make_private_part(&self) -> Result<(), OperationError> {
+        let made = File::options().write(true).create_new(true).mode(PRIVATE).open(&self.part);
+        made.map(drop).map_err(|error| self.failed(Operation::Open, &self.part, error))
     }
 
     /// Gives the complete part the target's name, durably. `replaced`: the file that had it when the copy was begun.

@@ -117,6 +117,9 @@ impl Resumable {
                 }
                 _ => {}
             }
+            if resumable.replaced.is_some() {
+                resumable.paths.make_private_part()?;
+            }
         }
         Ok((resumable, beginning))
     }
@@ -132,16 +135,14 @@ impl Resumable {
     pub(super) async fn created(&mut self) -> Result<(), OperationError> {
         let part = &self.paths.part;
         let metadata = fs::metadata(part).map_err(|error| self.paths.failed(Operation::Open, part, error))?;
-        if self.replaced.is_some() {
-            self.paths.make_private()?;
-        }
         self.paths.sync_folder()?;
         self.record.target = metadata.ino();
         self.write().await
     }
 
-    /// Removes the journal of a copy whose target could not be created.
+    /// Removes what there is of a copy whose target could not be created.
     pub(super) fn abandon(self) {
+        drop(fs::remove_file(&self.paths.part));
         drop(fs::remove_file(&self.paths.journal));
     }
 
