@@ -30,11 +30,8 @@ pub(super) async fn shared(
     let mut found = BTreeSet::new();
     for window in image.windows() {
         let pass = image.count(&window, What { most: u64::MAX, ..What::ALL }, false, &mut Findings::new(0)).await?;
-        let mut after = None;
-        loop {
-            let batch = image.l2_tables(after).await?;
-            let Some(last) = batch.keys().next_back().copied() else { break };
-            after = Some(last);
+        let mut batches = image.l2_batches();
+        while let Some(batch) = batches.next().await? {
             let shared = batch.into_iter().filter(|(at, uses)| {
                 let others = pass.counts.get(at >> bits).is_some_and(|count| count > uses.all);
                 *at != 0 && at & (size - 1) == 0 && others && !image.taken.contains(at >> bits)

@@ -23,11 +23,8 @@ impl Image<'_> {
         findings: &mut Findings,
     ) -> Result<(), ImageError> {
         let geometry = &self.bounds.geometry;
-        let (mut after, mut reader) = (None, Reader::default());
-        loop {
-            let batch = self.l2_tables(after).await?;
-            let Some(last) = batch.keys().next_back().copied() else { break };
-            after = Some(last);
+        let (mut batches, mut reader) = (self.l2_batches(), Reader::default());
+        while let Some(batch) = batches.next().await? {
             let mut wanted = Vec::new();
             for (at, uses) in batch.iter().filter(|(at, uses)| **at != 0 && uses.active > 0) {
                 // What cannot be known is not compared, nor is what depends on it.

@@ -249,11 +249,8 @@ async fn l2_entries_of(
     let image = Image::open(storage, header, options).await?;
     let size = image.bounds.geometry.cluster_size();
     let mut wrote = false;
-    let mut after = None;
-    loop {
-        let batch = image.l2_tables(after).await?;
-        let Some(last) = batch.keys().next_back().copied() else { break };
-        after = Some(last);
+    let mut batches = image.l2_batches();
+    while let Some(batch) = batches.next().await? {
         for at in batch.into_keys().filter(|at| !but.contains(at)) {
             let table = tables::bytes(storage, at, size).await?;
             let mut patch = Patch::new(at, table.clone());
@@ -335,11 +332,8 @@ pub(super) async fn copied(storage: &dyn Storage, header: &Header, options: Chec
             let refcount = stored.get(cluster).await?;
             flags.note(cluster, refcount);
         }
-        let mut after = None;
-        loop {
-            let batch = image.l2_tables(after).await?;
-            let Some(last) = batch.keys().next_back().copied() else { break };
-            after = Some(last);
+        let mut batches = image.l2_batches();
+        while let Some(batch) = batches.next().await? {
             let tables = batch.into_iter().filter(|(_, uses)| uses.active > 0);
             for (at, _) in tables.filter(|(at, _)| !taken.contains(at >> geometry.cluster_bits)) {
                 let table = tables::bytes(storage, at, geometry.cluster_size()).await?;

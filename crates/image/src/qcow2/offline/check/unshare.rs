@@ -75,11 +75,8 @@ pub(super) async fn unshare(
         storage.flush().await?;
         return Ok(true);
     }
-    let mut after = None;
-    loop {
-        let batch = image.l2_tables(after).await?;
-        let Some(last) = batch.keys().next_back().copied() else { break };
-        after = Some(last);
+    let mut batches = image.l2_batches();
+    while let Some(batch) = batches.next().await? {
         for (at, uses) in batch.into_iter().filter(|(at, _)| *at != 0) {
             let table = tables::bytes(storage, at, size).await?;
             for (number, entry, bitmap) in l2_entries(&table, geometry.extended_l2) {

@@ -134,6 +134,23 @@ pub(super) struct Pass {
     pub(super) overflow: bool,
 }
 
+/// The L2 tables of an image, as many at a time as may be known.
+pub(super) struct L2Batches<'a> {
+    image: &'a Image<'a>,
+    /// The last one that was returned.
+    after: Option<u64>,
+}
+
+impl L2Batches<'_> {
+    /// Returns the next ones, and how often they are referred to; `None`: there are no more.
+    pub(super) async fn next(&mut self) -> Result<Option<BTreeMap<u64, Uses>>, ImageError> {
+        let batch = self.image.l2_tables(self.after).await?;
+        let Some(last) = batch.keys().next_back().copied() else { return Ok(None) };
+        self.after = Some(last);
+        Ok(Some(batch))
+    }
+}
+
 impl<'a> Image<'a> {
     pub(super) async fn open(
         storage: &'a dyn Storage,
@@ -232,11 +249,8 @@ impl<'a> Image<'a> {
             })
             .await?;
         }
-        let mut after = None;
-        loop {
-            let batch = self.l2_tables(after).await?;
-            let Some(last) = batch.keys().next_back().copied() else { break };
-            after = Some(last);
+        let mut batches = self.l2_batches();
+        while let Some(batch) = batches.next().await? {
             self.count_l2(&batch, first, &mut pass, findings).await?;
         }
         for run in &self.bitmap_runs {
@@ -348,9 +362,14 @@ impl<'a> Image<'a> {
         format!("{}, entry {}", l1.name(), (place - l1.at) / 8)
     }
 
+    /// All L2 tables, in the order of the file.
+    pub(super) const fn l2_batches(&self) -> L2Batches<'_> {
+        L2Batches { image: self, after: None }
+    }
+
     /// The L2 tables that lie behind `after` in the file, as many as may be known at a time, and how often they are
     /// referred to. Behind the file's end there are none.
-    pub(super) async fn l2_tables(&self, after: Option<u64>) -> Result<BTreeMap<u64, Uses>, ImageError> {
+    async fn l2_tables(&self, after: Option<u64>) -> Result<BTreeMap<u64, Uses>, ImageError> {
         let mut found = BTreeMap::<u64, Uses>::new();
         for run in &self.l1_runs {
             tables::entries(self.storage, run.at, run.bytes, self.bounds.file, |_, bits| {

@@ -1,7 +1,7 @@
 //! Clusters whose entries say that they are zeros: version 2 does not have any.
 //!
 //! Law: the guest reads zeros there before, meanwhile and afterwards. The image has the dirty bit while refcounts of
-//! new clusters are not yet those of its entries, so that whoever finds it interrupted rebuilds them.
+//! new clusters are not yet those of its entries, so that the next open of an interrupted one rebuilds them.
 
 use limosa_storage::{Storage, ZeroOptions};
 
@@ -28,11 +28,8 @@ pub(in crate::qcow2) async fn has_zero_clusters(
 ) -> Result<bool, ImageError> {
     let image = Image::open(storage, header, options).await?;
     let geometry = image.bounds.geometry;
-    let mut after = None;
-    loop {
-        let batch = image.l2_tables(after).await?;
-        let Some(last) = batch.keys().next_back().copied() else { return Ok(false) };
-        after = Some(last);
+    let mut batches = image.l2_batches();
+    while let Some(batch) = batches.next().await? {
         for at in batch.into_keys().filter(|at| *at != 0) {
             let table = tables::bytes(storage, at, geometry.cluster_size()).await?;
             if l2_entries(&table, geometry.extended_l2).any(|(_, entry, _)| is_zero(entry)) {
@@ -40,6 +37,7 @@ pub(in crate::qcow2) async fn has_zero_clusters(
             }
         }
     }
+    Ok(false)
 }
 
 /// Gives clusters that are said to be zeros contents that are zeros, durably; without a backing file, none. Nothing is
@@ -54,11 +52,8 @@ pub(in crate::qcow2) async fn expand_zero_clusters(
     storage.flush().await?;
     let before = header.clone();
     let image = Image::open(storage, &before, options).await?;
-    let mut after = None;
-    loop {
-        let batch = image.l2_tables(after).await?;
-        let Some(last) = batch.keys().next_back().copied() else { break };
-        after = Some(last);
+    let mut batches = image.l2_batches();
+    while let Some(batch) = batches.next().await? {
         for (at, uses) in batch.into_iter().filter(|(at, _)| *at != 0) {
             expand_table(storage, header, at, uses.all).await?;
         }
@@ -80,7 +75,7 @@ async fn expand_table(storage: &dyn Storage, header: &mut Header, at: u64, uses:
         return Ok(());
     }
     let has_backing = header.backing.is_some();
-    // A cluster that is kept for the entry alone is its own; any other one may be somebody else's contents.
+    // A cluster that is kept for the entry alone is its own; any other one may have other contents.
     let is_own = |entry: u64| entry & COPIED != 0 && entry & OFFSET != 0;
     let missing = zeros.iter().filter(|(_, entry)| has_backing && !is_own(*entry)).count() as u64;
     let mut next = 0;
