@@ -62,10 +62,7 @@ impl EncryptedStorage {
         base: u64,
         first: u64,
     ) -> Self {
-        Self {
-            inner: Arc::new(Inner { below, cipher: cipher.into(), base, first, header: None }),
-            locks: Arc::default(),
-        }
+        Self::of(Inner { below, cipher: cipher.into(), base, first, header: None })
     }
 
     /// As [`new`](Self::new), with the file of the header, which stays open as long as this.
@@ -75,7 +72,10 @@ impl EncryptedStorage {
         base: u64,
         header: Arc<dyn Storage>,
     ) -> Self {
-        let inner = Inner { below, cipher: cipher.into(), base, first: 0, header: Some(header) };
+        Self::of(Inner { below, cipher: cipher.into(), base, first: 0, header: Some(header) })
+    }
+
+    fn of(inner: Inner) -> Self {
         Self { inner: Arc::new(inner), locks: Arc::default() }
     }
 
@@ -147,16 +147,16 @@ impl Inner {
             whole = whole.min(to_usize(there.saturating_sub(touched.start)).saturating_mul(SECTOR));
             all.slice(whole..all.len()).clear();
         }
-        let first = self.first.wrapping_add(touched.start);
-        self.each_piece(first, &all.slice(0..whole), &all, |sector, bytes| self.cipher.decrypt(sector, bytes));
+        self.each_piece(touched.start, &all.slice(0..whole), &all, |sector, bytes| self.cipher.decrypt(sector, bytes));
         Ok(())
     }
 
-    /// Passes the bytes of `from` through `change`, piece by piece, to the same places of `into`.
+    /// Passes the bytes of `from` through `change`, piece by piece, to the same places of `into`. They begin `sector`
+    /// sectors after `base`; `change` gets the numbers that the cipher has for them.
     fn each_piece(&self, sector: u64, from: &IoVector, into: &IoVector, change: impl Fn(u64, &mut [u8])) {
         let mut piece = [0; PIECE];
         let (mut source, mut target) = (Cursor::new(from), Cursor::new(into));
-        let (mut sector, mut left) = (sector, from.len());
+        let (mut sector, mut left) = (self.first.wrapping_add(sector), from.len());
         while left > 0 {
             let length = left.min(PIECE);
             let Some(bytes) = piece.get_mut(..length) else { return };
@@ -180,8 +180,7 @@ impl Inner {
         let first = sectors(range).start;
         let all = if is_partial { self.filled_up(range, from).await? } else { from };
         let encrypted = IoVector::from(Buffer::zeroed(all.len()));
-        let number = self.first.wrapping_add(first);
-        self.each_piece(number, &all, &encrypted, |sector, bytes| self.cipher.encrypt(sector, bytes));
+        self.each_piece(first, &all, &encrypted, |sector, bytes| self.cipher.encrypt(sector, bytes));
         self.below.write(self.base + first * BYTES, encrypted).await
     }
 
