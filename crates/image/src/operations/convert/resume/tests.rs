@@ -47,15 +47,14 @@ fn open(format: Format, storage: Arc<dyn Storage>) -> Arc<dyn Disk> {
     block_on(Qcow2::open(ImageParts::new(storage, header), Qcow2Options::default())).unwrap()
 }
 
-fn copy(source: &Arc<TestDisk>, target: &dyn Disk, start: u64, compress: bool, checkpoints: &Checkpoints) {
-    let options = ConvertOptions::default()
-        .max_in_flight(3)
-        .chunk_size(8192)
-        .start(start)
-        .target_is_zero(start == 0)
-        .compress(compress.then(Compress::default));
+fn options(start: u64, compress: bool) -> ConvertOptions {
+    let compress = compress.then(Compress::default);
+    ConvertOptions::default().max_in_flight(3).chunk_size(8192).start(start).compress(compress)
+}
+
+fn copy(source: &Arc<TestDisk>, target: &dyn Disk, options: &ConvertOptions, checkpoints: &Checkpoints) {
     let sources = [Arc::clone(source) as Arc<dyn Disk>];
-    convert_recorded(&sources, target, &options, checkpoints, &|_| ControlFlow::Continue(())).unwrap();
+    convert_recorded(&sources, target, options, checkpoints, &|_| ControlFlow::Continue(())).unwrap();
 }
 
 #[test]
@@ -73,7 +72,7 @@ fn a_copy_goes_on_after_a_cut_at_any_moment() {
         let checkpoints = Checkpoints::new(journal, Record::new(source.len(), "request", "source"), Duration::ZERO);
         {
             let disk = open(format, target);
-            copy(&source, &*disk, 0, compress, &checkpoints);
+            copy(&source, &*disk, &options(0, compress).target_is_zero(true), &checkpoints);
             block_on(disk.close()).unwrap();
         }
         let mut chance = SeededRandom::new(seed);
@@ -95,11 +94,7 @@ fn a_copy_goes_on_after_a_cut_at_any_moment() {
             let again = Checkpoints::new(Arc::new(journal), found, Duration::ZERO);
             let disk = open(format, Arc::clone(&target));
             // Of a copy that has just begun, the target need not be empty either.
-            let options_start = if start == 0 { None } else { Some(start) };
-            match options_start {
-                Some(start) => copy(&source, &*disk, start, compress, &again),
-                None => resumed_from_nothing(&source, &*disk, compress, &again),
-            }
+            copy(&source, &*disk, &options(start, compress), &again);
             let bytes = Buffer::zeroed(limosa_page::to_usize(source.len()));
             block_on(disk.read(GuestOffset(0), bytes.clone().into())).unwrap();
             assert!(bytes.to_vec() == source.bytes(), "seed {seed}, cut at {moment}, {loss:?}, from {start}");
@@ -113,13 +108,6 @@ fn a_copy_goes_on_after_a_cut_at_any_moment() {
         }
     }
     println!("{cuts} cuts");
-}
-
-fn resumed_from_nothing(source: &Arc<TestDisk>, target: &dyn Disk, compress: bool, checkpoints: &Checkpoints) {
-    let options =
-        ConvertOptions::default().max_in_flight(3).chunk_size(8192).compress(compress.then(Compress::default));
-    let sources = [Arc::clone(source) as Arc<dyn Disk>];
-    convert_recorded(&sources, target, &options, checkpoints, &|_| ControlFlow::Continue(())).unwrap();
 }
 
 /// Opens the copy of `length` bytes to a target in this folder.
