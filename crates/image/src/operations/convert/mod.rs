@@ -137,11 +137,9 @@ impl Conversion<'_> {
     }
 
     fn on_threads(&self) -> Result<ConvertCounters, OperationError> {
-        let conversion = self;
-        let options = self.options;
         let work = || {
-            let all_is_well = StopUnless { well: false, conversion };
-            let outcome = block_on(conversion.worker());
+            let all_is_well = StopUnless { well: false, conversion: self };
+            let outcome = block_on(self.worker());
             all_is_well.is(outcome.is_ok());
             outcome
         };
@@ -149,7 +147,7 @@ impl Conversion<'_> {
             let named = || thread::Builder::new().name("convert".into());
             // Without the memory for as many, there are fewer.
             let threads: Vec<_> =
-                (1..options.max_in_flight).map_while(|_| named().spawn_scoped(scope, work).ok()).collect();
+                (1..self.options.max_in_flight).map_while(|_| named().spawn_scoped(scope, work).ok()).collect();
             let mut outcomes = vec![work()];
             outcomes
                 .extend(threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))));

@@ -358,8 +358,8 @@ impl NewTarget {
         self.image.set_size(length);
         let below = self.below(sources).await?;
         if self.image.has_detached_header() {
-            let what = "a header in a file of its own has no contents: create it first".to_owned();
-            return Err(ImageError::Unsupported { image: self.image.location.to_string().into(), what }.into());
+            let what = "a header in a file of its own has no contents: create it first";
+            return Err(unsupported(&self.image.location.to_string().into(), what).into());
         }
         let files = self.image.create(unfinished).await?;
         let location = &self.image.location;
@@ -407,7 +407,7 @@ fn check_resume(target: &ConvertTarget, other: bool) -> Result<(), ImageError> {
             }) if options.data_file.is_some() => "a copy with a data file cannot be continued",
             ConvertTarget::New(_) => return Ok(()),
         };
-    Err(ImageError::Unsupported { image: location.to_string().into(), what: what.to_owned() })
+    Err(unsupported(&location.to_string().into(), what))
 }
 
 impl PreparedConversion<'_> {
@@ -420,7 +420,7 @@ impl PreparedConversion<'_> {
         }
     }
 
-    /// Returns the number of bytes that are converted; `None`: a pipe has not told yet.
+    /// Returns the number of bytes that are converted; `None`: the source is a pipe, whose length is not known yet.
     #[must_use]
     pub const fn length(&self) -> Option<u64> {
         if self.input.is_some() { None } else { Some(self.length) }

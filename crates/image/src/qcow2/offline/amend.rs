@@ -20,8 +20,8 @@ use crate::qcow2::format::snapshot_table;
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: it has something that version 2 does not have (clusters that are said to be zeros get
-/// contents instead), or snapshots without what version 3
-/// needs; [`ImageError::NeedsRepair`]: it is damaged; what the storage says.
+/// contents instead), or snapshots without what version 3 needs; [`ImageError::NeedsRepair`]: it is damaged; what the
+/// storage says.
 pub async fn change_version(file: &dyn Storage, version: u32, options: CheckOptions) -> Result<(), ImageError> {
     let mut old = sound(file, options).await?;
     let unsupported = |what: String| Err(ImageError::Unsupported { image: Arc::clone(file.name()), what });

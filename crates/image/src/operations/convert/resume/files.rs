@@ -1,12 +1,13 @@
 //! The files of a copy that can be continued: its part, its journal, and the file that it replaces.
 //!
-//! Law: the part and the journal have names that nobody gave, so nothing that is there already is followed or
+//! Law: the caller did not give the names of the part and the journal, so nothing that is there already is followed or
 //! overwritten unless limosa made it. A file that is replaced stays locked until then, and gives the new one its owner,
 //! its mode and its extended attributes.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Metadata};
 use std::io::{self, ErrorKind};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,7 +31,7 @@ const PRIVATE: u32 = 0o600;
 #[derive(Debug, Clone)]
 pub(in super::super) struct Paths {
     pub(super) target: PathBuf,
-    /// Where the copy is until it is complete.
+    /// The place of the copy until it is complete.
     pub(in super::super) part: PathBuf,
     pub(super) journal: PathBuf,
 }
@@ -108,7 +109,7 @@ impl Paths {
         Ok(Some(FileStorage::open(&self.target, &FileOptions::default()).map_err(ImageError::from)?))
     }
 
-    /// Makes the part of a copy that replaces a file, empty, so that nobody else can read it at any time.
+    /// Makes the part of a copy that replaces a file, empty, so that other users cannot read it at any time.
     ///
     /// # Errors
     /// The kernel's.
@@ -167,18 +168,17 @@ fn take_over(old: &Path, metadata: &Metadata, new: &Path) {
 
 /// Copies the extended attributes of a file, access control lists and labels among them.
 fn copy_attributes(old: &Path, new: &Path) -> rustix::io::Result<()> {
-    use std::os::unix::ffi::OsStrExt as _;
     let mut names = vec![0; 64 << 10];
     let length = match listxattr(old, &mut names) {
         Err(Errno::OPNOTSUPP) => return Ok(()),
         length => length?,
     };
-    let names = names.get(..length).unwrap_or_default();
+    let names = names.get(..length).ok_or(Errno::RANGE)?;
     let mut value = vec![0; 64 << 10];
     for name in names.split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
         let name = OsStr::from_bytes(name);
         let length = getxattr(old, name, &mut value)?;
-        setxattr(new, name, value.get(..length).unwrap_or_default(), XattrFlags::empty())?;
+        setxattr(new, name, value.get(..length).ok_or(Errno::RANGE)?, XattrFlags::empty())?;
     }
     Ok(())
 }

@@ -250,7 +250,7 @@ impl Checkpoints {
 /// and the beginning.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`]: a source is no regular file, so nobody knows whether it has changed; what the kernel
+/// [`ImageError::Unsupported`]: a source is no regular file, so a change of it would not be noticed; what the kernel
 /// says.
 pub(super) async fn source_state(sources: &[NamedImage]) -> Result<String, OperationError> {
     let mut state = String::new();

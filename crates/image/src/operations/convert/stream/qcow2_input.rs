@@ -206,7 +206,7 @@ impl Storage for PipeStorage {
         &self.name
     }
 
-    /// Until the end has come, nobody knows.
+    /// The bytes that were read, once the stream has ended; before that the most that a file can have.
     fn length(&self) -> Result<u64, StorageError> {
         let state = self.state.lock();
         Ok(if state.ended { state.at } else { i64::MAX.unsigned_abs() })
