@@ -63,9 +63,9 @@ pub fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Option<Ra
         // A file system that goes backwards would keep the caller here for ever.
         Ok(start) => start.max(range.start),
         Err(Errno::NXIO) => return Ok(None),
-        // A file system without SEEK_DATA: nothing is known to be a hole.
-        Err(Errno::INVAL) => return Ok(Some(range.clone())),
-        Err(error) => return Err(error.into()),
+        // A file system without SEEK_DATA: nothing is known to be a hole. What else is wrong a read tells.
+        Err(error @ (Errno::SPIPE | Errno::BADF)) => return Err(error.into()),
+        Err(_) => return Ok(Some(range.clone())),
     };
     if start >= range.end {
         return Ok(None);

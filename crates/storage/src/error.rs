@@ -7,9 +7,12 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
 #[non_exhaustive]
 pub enum Operation {
-    /// Opening or creating.
+    /// Opening.
     #[strum(to_string = "open")]
     Open,
+    /// Creating a file that does not exist.
+    #[strum(to_string = "create")]
+    Create,
     /// Reading.
     #[strum(to_string = "read")]
     Read,

@@ -48,7 +48,7 @@ pub use null::NullStorage;
 pub use pollable::{Pollable, Ready};
 pub use pool::retire_threads;
 pub use shared_words::SharedWords;
-pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
+pub use storage::{Alignment, ContentRun, Extent, ExtentKind, Request, Storage, ZeroOptions};
 pub use striped::{Striped, StripedArc};
 pub use unit_locks::{ReadInUnits, UnitLocks};
 

@@ -74,6 +74,14 @@ pub trait Storage: Any + Send + Sync + Debug {
     /// Errors of the kernel.
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError>;
 
+    /// Returns the beginning of `range`: how many bytes are alike, without reading. What follows may be alike, too.
+    ///
+    /// # Errors
+    /// Errors of the kernel.
+    fn first_run(&self, range: Range<u64>) -> Result<ContentRun, StorageError> {
+        first_run(self, range)
+    }
+
     /// Clones `length` bytes at `from_offset` of another storage, or of itself, to `offset`, by sharing extents. False
     /// if the filesystem does not support it; nothing has changed then. Offsets and length should be multiples of
     /// [`Storage::clone_alignment`], and the source range within the other storage's length; otherwise the result may
@@ -130,6 +138,33 @@ impl Alignment {
     }
 }
 
+/// The beginning of a range by its extents: a few are examined first, and more as long as all are alike.
+pub(crate) fn first_run<S: Storage + ?Sized>(storage: &S, range: Range<u64>) -> Result<ContentRun, StorageError> {
+    /// Bytes that are examined first.
+    const FIRST_LOOK: u64 = 64 << 10;
+    let (mut end, mut kind, mut window) = (range.start, None, FIRST_LOOK);
+    'look: while end < range.end {
+        let begin = end;
+        for extent in storage.extents(begin..range.end.min(begin.saturating_add(window)))? {
+            if extent.range.end <= end {
+                continue;
+            }
+            let is_zero = extent.kind.is_zero();
+            if *kind.get_or_insert(is_zero) != is_zero || extent.range.start > end {
+                break 'look;
+            }
+            end = extent.range.end.min(range.end);
+        }
+        if end == begin {
+            break;
+        }
+        window = window.saturating_mul(4);
+    }
+    let is_zero = kind.unwrap_or(ExtentKind::Data.is_zero());
+    let end = if end > range.start { end } else { range.end };
+    Ok(ContentRun::new(end.saturating_sub(range.start), is_zero))
+}
+
 /// A range of one kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -145,6 +180,24 @@ impl Extent {
     #[must_use]
     pub const fn new(range: Range<u64>, kind: ExtentKind) -> Self {
         Self { range, kind }
+    }
+}
+
+/// The beginning of a range whose bytes are alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ContentRun {
+    /// Its length in bytes.
+    pub length: u64,
+    /// Whether it is known to be zeros.
+    pub is_zero: bool,
+}
+
+impl ContentRun {
+    /// A run of this length.
+    #[must_use]
+    pub const fn new(length: u64, is_zero: bool) -> Self {
+        Self { length, is_zero }
     }
 }
 

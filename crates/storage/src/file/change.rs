@@ -14,8 +14,8 @@ use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use crate::buffer::{Buffer, IoVector};
 use crate::error::StorageError;
 use crate::file::align::MAX_OFFSET;
-use crate::file::bounce;
 use crate::file::open::OpenFile;
+use crate::file::{bounce, ioctl_request};
 use crate::storage::ZeroOptions;
 use crate::striped::StripedArc;
 
@@ -24,13 +24,13 @@ const ZEROS: u64 = 1 << 20;
 /// Block size of most filesystems, in bytes.
 const USUAL_BLOCK: u64 = 4096;
 /// `BLKZEROOUT` of linux/fs.h.
-const BLKZEROOUT: libc::c_ulong = 0x127f;
+const BLKZEROOUT: libc::Ioctl = ioctl_request(0x127f);
 /// `FICLONERANGE` of linux/fs.h.
-const FICLONERANGE: libc::c_ulong = 0x4020_940d;
+const FICLONERANGE: libc::Ioctl = ioctl_request(0x4020_940d);
 
 /// `FS_IOC_FSGETXATTR` and `FS_IOC_FSSETXATTR` of linux/fs.h.
-const GET_ATTRIBUTES: libc::c_ulong = 0x801c_581f;
-const SET_ATTRIBUTES: libc::c_ulong = 0x401c_5820;
+const GET_ATTRIBUTES: libc::Ioctl = ioctl_request(0x801c_581f);
+const SET_ATTRIBUTES: libc::Ioctl = ioctl_request(0x401c_5820);
 /// `FS_XFLAG_EXTSIZE` of linux/fs.h.
 const HAS_EXTENT_SIZE: u32 = 0x800;
 

@@ -13,11 +13,12 @@ use limosa_page::holes::data_ranges;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
+use crate::file::ioctl_request;
 use crate::file::open::OpenFile;
-use crate::storage::{Extent, ExtentKind};
+use crate::storage::{ContentRun, Extent, ExtentKind};
 
 /// `FS_IOC_FIEMAP` of linux/fs.h.
-const FIEMAP: libc::c_ulong = 0xc020_660b;
+const FIEMAP: libc::Ioctl = ioctl_request(0xc020_660b);
 /// `FIEMAP_EXTENT_LAST` and `FIEMAP_EXTENT_UNWRITTEN` of linux/fiemap.h.
 const LAST: u32 = 0x1;
 const UNWRITTEN: u32 = 0x800;
@@ -48,12 +49,10 @@ struct Map {
     extents: [MapExtent; AT_A_TIME as usize],
 }
 
-/// Returns the extents of `range`. A hole at its end is reported up to the next extent, so that a caller that searches
-/// for the end of a hole finds it at the first call.
+/// The extents of `range`.
 pub(crate) fn extents(file: &OpenFile, range: Range<u64>) -> io::Result<Vec<Extent>> {
     let mut found = Found(Vec::new());
-    let length = file.length()?;
-    let mut end = length.clamp(range.start, range.end.max(range.start));
+    let end = file.length()?.clamp(range.start, range.end.max(range.start));
     let mut at = range.start;
     if file.is_block_device {
         found.push(at..end, ExtentKind::Data);
@@ -65,14 +64,31 @@ pub(crate) fn extents(file: &OpenFile, range: Range<u64>) -> io::Result<Vec<Exte
             found.push(data, ExtentKind::Data);
         }
         zeros(file, at..end, &mut found);
-        if at < end && end < length && found.ends_in_hole() {
-            let hole_end = hole_end(file, end..length);
-            found.push(end..hole_end, ExtentKind::Hole);
-            end = hole_end;
-        }
     }
     found.push(end..range.end, ExtentKind::Hole);
     Ok(found.0)
+}
+
+/// Returns the beginning of a range, with a seek for each kind; `None`: extents have to tell. It needs no FIEMAP, which
+/// only tells what kind of zeros there are.
+pub(crate) fn first_run(file: &OpenFile, range: &Range<u64>) -> io::Result<Option<ContentRun>> {
+    if file.is_block_device || range.is_empty() {
+        return Ok(None);
+    }
+    let data = match seek(&file.fd, SeekFrom::Data(range.start)) {
+        Ok(data) => data,
+        Err(Errno::NXIO) => range.end,
+        // A filesystem without it. What else is wrong a read tells.
+        Err(_) => return Ok(None),
+    };
+    if data > range.start {
+        return Ok(Some(ContentRun::new(data.min(range.end) - range.start, true)));
+    }
+    match seek(&file.fd, SeekFrom::Hole(range.start)) {
+        Ok(hole) if hole > range.start => Ok(Some(ContentRun::new(hole.min(range.end) - range.start, false))),
+        // It has changed between the two.
+        _ => Ok(None),
+    }
 }
 
 /// A list of extents; adjacent ones differ in kind.
@@ -86,21 +102,6 @@ impl Found {
             _ => self.0.push(Extent { range, kind }),
         }
     }
-
-    fn ends_in_hole(&self) -> bool {
-        self.0.last().is_some_and(|last| last.kind == ExtentKind::Hole)
-    }
-}
-
-/// Where a hole ends that begins at `rest.start` or before, by one look at the rest of the file.
-fn hole_end(file: &OpenFile, rest: Range<u64>) -> u64 {
-    let data = match seek(&file.fd, SeekFrom::Data(rest.start)) {
-        Ok(data) => data.clamp(rest.start, rest.end),
-        Err(Errno::NXIO) => rest.end,
-        Err(_) => return rest.start,
-    };
-    let first = map(file, rest.start..data).and_then(|(extents, _)| extents.first().map(|extent| extent.logical));
-    first.map_or(data, |first| first.clamp(rest.start, data))
 }
 
 /// Splits a range that reads as zeros into unwritten extents and holes.

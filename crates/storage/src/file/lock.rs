@@ -22,7 +22,7 @@ use std::os::unix::fs::MetadataExt;
 
 use parking_lot::Mutex;
 
-use crate::file::open_error::{LockHolders, OpenError};
+use crate::file::open_error::{ANOTHER, LockHolders, OpenError};
 
 /// The byte for use of permission 0.
 const USED: libc::off_t = 100;
@@ -166,7 +166,7 @@ fn failed(fd: BorrowedFd<'_>, read_only: bool, error: io::Error, byte: Option<li
         return error;
     }
     let holders = holders(fd, byte);
-    let holder = if holders == LockHolders::ThisProcess { "this process" } else { "another process" };
+    let holder = if holders == LockHolders::ThisProcess { "this process" } else { ANOTHER };
     let done = if error.raw_os_error().is_some() { "has locked it".into() } else { error.to_string() };
     OpenError::Locked { conflict: format!("{holder} {done}"), holders, read_only }.into()
 }

@@ -38,8 +38,14 @@ use crate::file::transfer::{Direction, Transfer};
 use crate::pool;
 use crate::request::{FileRequest, Work};
 use crate::ring;
-use crate::storage::{Alignment, Extent, Request, Storage, ZeroOptions};
+use crate::storage::{self, Alignment, ContentRun, Extent, Request, Storage, ZeroOptions};
 use crate::striped::{Striped, StripedArc};
+
+/// A request of ioctl(2), of the type that this C library wants: glibc's is unsigned and wider than musl's.
+#[allow(clippy::cast_lossless, clippy::cast_possible_wrap, reason = "libraries differ")]
+const fn ioctl_request(number: u32) -> libc::Ioctl {
+    number as libc::Ioctl
+}
 
 /// Length in bytes from which copying dominates a request through the page cache. In a ring the waiting thread copies
 /// for one request after the other; a pool copies for several at a time.
@@ -242,6 +248,13 @@ fn execute(io: Io, work: Work) -> Request {
     }
 }
 
+impl FileStorage {
+    fn extents_failed(&self, range: &Range<u64>, error: io::Error) -> StorageError {
+        let length = range.end.saturating_sub(range.start);
+        StorageError::for_request(Operation::Extents, &self.file().name, range.start, length, error)
+    }
+}
+
 impl Storage for FileStorage {
     fn name(&self) -> &Arc<str> {
         &self.file().name
@@ -305,10 +318,14 @@ impl Storage for FileStorage {
     }
 
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
-        let length = range.end.saturating_sub(range.start);
-        let failed =
-            |error| StorageError::for_request(Operation::Extents, &self.file().name, range.start, length, error);
-        extents::extents(self.file(), range.clone()).map_err(failed)
+        extents::extents(self.file(), range.clone()).map_err(|error| self.extents_failed(&range, error))
+    }
+
+    fn first_run(&self, range: Range<u64>) -> Result<ContentRun, StorageError> {
+        match extents::first_run(self.file(), &range).map_err(|error| self.extents_failed(&range, error))? {
+            Some(run) => Ok(run),
+            None => storage::first_run(self, range),
+        }
     }
 
     fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {

@@ -108,7 +108,12 @@ impl OpenFile {
         }
         // O_NONBLOCK: opening a FIFO must not wait for the other end.
         let fd = open.custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC).open(path);
-        let fd = fd.map_err(|error| failed(if options.read_only { error } else { for_writing(error) }))?;
+        let fd = fd.map_err(|error| {
+            if options.create != Create::No && !path.exists() {
+                return StorageError::for_storage(Operation::Create, &name, error);
+            }
+            failed(if options.read_only { error } else { for_writing(error) })
+        })?;
         Self::of(fd.into(), name, options)
     }
 

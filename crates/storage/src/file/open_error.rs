@@ -19,7 +19,7 @@ pub enum OpenError {
     #[error("the filesystem does not support direct I/O")]
     DirectIoUnsupported,
     /// Another process, or another storage of this one, holds a conflicting lock.
-    #[error("{conflict}{holders}")]
+    #[error("{}", locked(conflict, holders))]
     Locked {
         /// The conflict.
         conflict: String,
@@ -30,6 +30,9 @@ pub enum OpenError {
         read_only: bool,
     },
 }
+
+/// The beginning of a conflict with another process.
+pub(super) const ANOTHER: &str = "another process";
 
 /// The processes that have a locked file open.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,6 +57,16 @@ impl fmt::Display for LockHolders {
             Self::ThisProcess | Self::Unknown => Ok(()),
         }
     }
+}
+
+/// Describes a conflict by the one process that has the file open, or by all that have.
+fn locked(conflict: &str, holders: &LockHolders) -> String {
+    if let LockHolders::Processes(processes) = holders
+        && let ([process], Some(done)) = (processes.as_slice(), conflict.strip_prefix(ANOTHER))
+    {
+        return format!("{process}{done}");
+    }
+    format!("{conflict}{holders}")
 }
 
 impl OpenError {
@@ -96,7 +109,9 @@ mod tests {
         let error = StorageError::for_storage(Operation::Lock, &Arc::from("disk"), qemu());
         assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
         assert_eq!(error.open_error(), Some(&qemu()));
-        assert!(error.source.to_string().ends_with("writes it (it is open in qemu (process 7))"), "{error}");
+        assert!(error.source.to_string().ends_with("qemu (process 7) has it open and writes it"), "{error}");
+        let two = locked(LockHolders::Processes(vec!["qemu (process 7)".into(), "cat (process 8)".into()])).to_string();
+        assert_eq!(two, format!("{conflict} (it is open in qemu (process 7), cat (process 8))"));
         let said = locked(LockHolders::NoneVisible).to_string();
         assert_eq!(said, format!("{conflict} (no visible process of this machine has it open)"));
         // Nothing is said of processes that were not looked at.

@@ -2,14 +2,13 @@
 
 use std::fs;
 use std::io;
-use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use limosa_storage::{
-    Buffer, CacheMode, Create, ExtentKind, FileOptions, FileStorage, Io, IoVector, LockPolicy, Operation,
-    OperationCount, Storage, ZeroOptions, block_on,
+    Buffer, CacheMode, ContentRun, Create, ExtentKind, FileOptions, FileStorage, Io, IoVector, LockPolicy,
+    MemoryStorage, Operation, OperationCount, Storage, ZeroOptions, block_on,
 };
 use tempfile::TempDir;
 
@@ -178,23 +177,35 @@ fn unwritten_space_is_distinguished_from_holes_and_from_data() {
 }
 
 #[test]
-fn a_hole_is_reported_up_to_what_follows_it() {
+fn the_first_run_of_a_range_is_what_extents_say() {
     let folder = TempDir::new().unwrap();
     let storage = made(&folder, FileOptions::default());
-    block_on(storage.set_len(64 << 20)).unwrap();
-    block_on(storage.write(32 << 20, Buffer::from_slice(&[1; 65536]).into())).unwrap();
-    block_on(storage.allocate(48 << 20..49 << 20)).unwrap();
-    let first = |range: Range<u64>| storage.extents(range).unwrap()[0].clone();
-    let after = (32 << 20) + 65536;
-    for (asked, found) in [
-        (0..4096, 0..32 << 20),
-        (after..after + 4096, after..48 << 20),
-        (50 << 20..51 << 20, 50 << 20..64 << 20),
-        (63 << 20..70 << 20, 63 << 20..70 << 20),
-    ] {
-        assert_eq!((first(asked.clone()).range, first(asked).kind), (found, ExtentKind::Hole));
+    block_on(storage.set_len(8 << 20)).unwrap();
+    block_on(storage.allocate(1 << 20..2 << 20)).unwrap();
+    let piece = Buffer::from_slice(&[7; 65536]);
+    for at in [0, 65536, (1 << 20) + 65536, 5 << 20, (8 << 20) - 65536] {
+        block_on(storage.write(at, piece.clone().into())).unwrap();
     }
-    assert_eq!(first(48 << 20..(48 << 20) + 4096).range.end, (48 << 20) + 4096);
+    let is_zero = |at: u64| storage.extents(at..at + 1).unwrap()[0].kind.is_zero();
+    let end = 9 << 20;
+    let (mut at, mut runs) = (0, Vec::new());
+    while at < end {
+        let run = storage.first_run(at..end).unwrap();
+        assert!(run.length > 0 && at + run.length <= end, "{run:?} at {at}");
+        for inside in (at..at + run.length).step_by(4096) {
+            assert_eq!(is_zero(inside), run.is_zero, "{inside} in {run:?} at {at}");
+        }
+        runs.push(run.is_zero);
+        at += run.length;
+    }
+    assert_eq!(runs, [false, true, false, true, false, true, false, true]);
+    assert_eq!(storage.first_run(4096..8192).unwrap(), ContentRun::new(4096, false));
+    assert_eq!(storage.first_run((3 << 20)..(4 << 20)).unwrap(), ContentRun::new(1 << 20, true));
+    assert_eq!(storage.first_run(end..end).unwrap().length, 0);
+    // A hole that ends within the range, beside the same by extents.
+    let by_extents = MemoryStorage::with_contents([vec![7; 4096], vec![0; 4096]].concat(), 16384);
+    assert!(!by_extents.first_run(0..8192).unwrap().is_zero);
+    assert_eq!(by_extents.first_run(8192..16384).unwrap(), ContentRun::new(8192, true));
 }
 
 #[test]
@@ -218,7 +229,7 @@ fn a_clone_shares_extents_or_returns_false_if_the_filesystem_cannot() {
     assert!(block_on((*storage).clone_range(0, &from, 0, 0)).unwrap());
     assert_eq!((storage.counters().clones.operations, storage.counters().clones.bytes), (2, 65636));
     assert!(storage.clone_alignment().is_power_of_two());
-    let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::growing_to(4096));
+    let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::growing_to(4096));
     assert!(!block_on((*storage).clone_range(0, &memory, 0, 512)).unwrap());
 }
 
@@ -339,6 +350,6 @@ fn the_kernel_copies_from_file_to_file_or_the_call_returns_false() {
     assert_eq!(bytes, [&[4; 5000][..], &[3; 9000], &[4; 6000]].concat());
     // Beyond the end of the other one there are zeros, which the caller writes.
     assert!(!block_on((*into).copy_range(0, &from, 9999, 2)).unwrap());
-    let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::growing_to(4096));
+    let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::growing_to(4096));
     assert!(!block_on((*into).copy_range(0, &memory, 0, 512)).unwrap());
 }
