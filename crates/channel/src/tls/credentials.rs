@@ -182,8 +182,10 @@ impl Tls {
         self
     }
 
-    /// Sets the expected host name of a client, unless one was given.
-    pub(crate) fn to_host(&self, host: &str) -> Self {
+    /// Sets the expected host name of a client, unless one was given: for a connection that becomes encrypted later
+    /// ([`Channel::encrypt`](crate::Channel::encrypt)).
+    #[must_use]
+    pub fn to_host(&self, host: &str) -> Self {
         let mut this = self.clone();
         if let Role::Client { name, .. } = &mut this.role
             && name.is_none()

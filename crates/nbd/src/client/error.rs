@@ -11,7 +11,16 @@ use limosa_channel::ChannelError;
 pub enum NbdError {
     /// The connection failed.
     #[error(transparent)]
-    Channel(#[from] ChannelError),
+    Channel(ChannelError),
+    /// The server closed the connection.
+    #[error("the server closed the connection (after {received} bytes)")]
+    Closed {
+        /// Bytes that it had sent.
+        received: u64,
+    },
+    /// The server accepts only encrypted connections: its answer, which begins with "requires TLS".
+    #[error("the server {0}")]
+    TlsRequired(String),
     /// The server refuses.
     #[error("the server {0}")]
     Refused(String),
@@ -24,6 +33,15 @@ pub enum NbdError {
     /// There can be no thread that receives.
     #[error("a thread for replies cannot be started")]
     Thread(#[source] io::Error),
+}
+
+impl From<ChannelError> for NbdError {
+    fn from(error: ChannelError) -> Self {
+        match error {
+            ChannelError::Closed { offset, .. } => Self::Closed { received: offset },
+            error => Self::Channel(error),
+        }
+    }
 }
 
 impl NbdError {

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use limosa_channel::Channel;
+use limosa_channel::{Channel, ChannelError, Tls};
 
 use super::error::NbdError;
 use crate::protocol::handshake::{
@@ -49,6 +49,15 @@ struct Refusal {
 }
 
 impl Refusal {
+    fn error(&self, export: &str) -> NbdError {
+        let line = self.line(export);
+        if self.reply == OptionReply::TlsRequired as u32 {
+            NbdError::TlsRequired(line)
+        } else {
+            NbdError::Refused(line)
+        }
+    }
+
     /// Returns the behaviour of the server, for a message.
     fn line(&self, export: &str) -> String {
         let what = match OptionReply::from_repr(self.reply) {
@@ -63,24 +72,60 @@ impl Refusal {
 }
 
 /// A handshake under way.
-pub(super) struct Handshake<'a> {
-    channel: &'a Channel,
+pub(super) struct Handshake {
+    channel: Channel,
     until: Instant,
     within: Duration,
 }
 
-impl<'a> Handshake<'a> {
-    pub(super) fn new(channel: &'a Channel, within: Duration) -> Self {
+impl Handshake {
+    pub(super) fn new(channel: Channel, within: Duration) -> Self {
         Self { channel, until: Instant::now() + within, within }
     }
 
-    /// Agrees on an export, and on a metadata context if the server has it.
-    pub(super) fn run(&self, export: &str, context: &str) -> Result<Agreement, NbdError> {
+    /// Agrees on an export, and on a metadata context if the server has it; with TLS, encrypted before anything is said
+    /// about an export. Returns the channel, too.
+    pub(super) fn run(
+        mut self,
+        export: &str,
+        context: &str,
+        tls: Option<&Tls>,
+    ) -> Result<(Channel, Agreement), NbdError> {
+        let client = self.greet()?;
+        if let Some(tls) = tls {
+            self = self.encrypt(client, tls)?;
+        }
+        let agreed = self.agree(client, export, context)?;
+        Ok((self.channel, agreed))
+    }
+
+    /// Exchanges greetings and flags.
+    fn greet(&self) -> Result<ClientFlags, NbdError> {
         let greeting = decode_greeting(self.read()?);
         let flags =
             greeting.ok_or_else(|| NbdError::protocol("its greeting is not that of a server that can choose"))?;
         let client = ClientFlags::answering(flags);
         self.channel.write_all(&client.encode())?;
+        Ok(client)
+    }
+
+    /// Begins TLS. A server that does not offer it is refused: an attacker on the path could have removed the offer.
+    fn encrypt(self, client: ClientFlags, tls: &Tls) -> Result<Self, NbdError> {
+        let has_none = |text: &str| {
+            let text = if text.is_empty() { String::new() } else { format!(" ({text:?})") };
+            NbdError::Refused(format!("has no TLS{text}"))
+        };
+        if !client.fixed {
+            return Err(has_none(""));
+        }
+        if let Err(refusal) = self.option(OptionCode::StartTls, &[])? {
+            return Err(has_none(&refusal.text));
+        }
+        let left = self.until.saturating_duration_since(Instant::now());
+        Ok(Self { channel: self.channel.encrypt(tls, Some(left))?, ..self })
+    }
+
+    fn agree(&self, client: ClientFlags, export: &str, context: &str) -> Result<Agreement, NbdError> {
         if !client.fixed {
             return self.export_name(export, client, Headers::Simple, None);
         }
@@ -95,7 +140,7 @@ impl<'a> Handshake<'a> {
             Err(refusal) if refusal.reply == OptionReply::Unsupported as u32 => {
                 self.export_name(export, client, headers, number)
             }
-            Err(refusal) => Err(NbdError::Refused(refusal.line(export))),
+            Err(refusal) => Err(refusal.error(export)),
         }
     }
 
@@ -107,7 +152,7 @@ impl<'a> Handshake<'a> {
             match self.option(code, &[])? {
                 Ok(_) => return Ok(headers),
                 Err(refusal) if refusal.reply == OptionReply::TlsRequired as u32 => {
-                    return Err(NbdError::Refused(refusal.line(export)));
+                    return Err(refusal.error(export));
                 }
                 Err(_) => {}
             }
@@ -136,7 +181,7 @@ impl<'a> Handshake<'a> {
         headers: Headers,
         context: Option<u32>,
     ) -> Result<Agreement, NbdError> {
-        self.channel.write_all(&option(OptionCode::ExportName, export.as_bytes()))?;
+        self.send(&option(OptionCode::ExportName, export.as_bytes()))?;
         let reply: [u8; 10] = self.read()?;
         let mut reply = reply.as_slice();
         let export = split_u64(&mut reply).zip(split_u16(&mut reply));
@@ -147,7 +192,7 @@ impl<'a> Handshake<'a> {
 
     /// Sends an option, and receives all replies to it.
     fn option(&self, code: OptionCode, data: &[u8]) -> Result<Replies, NbdError> {
-        self.channel.write_all(&option(code, data))?;
+        self.send(&option(code, data))?;
         let mut replies = Vec::new();
         while replies.len() < REPLIES_MAX {
             let bytes: [u8; OPTION_REPLY_HEADER_LEN] = self.read()?;
@@ -168,6 +213,17 @@ impl<'a> Handshake<'a> {
             replies.push((header.reply, data));
         }
         Err(NbdError::protocol("an option has too many replies"))
+    }
+
+    fn send(&self, bytes: &[u8]) -> Result<(), NbdError> {
+        let Err(error) = self.channel.write_all(bytes) else { return Ok(()) };
+        // In TLS 1.3 a client's handshake ends before the server judges its certificate: the reason is in an alert.
+        if self.channel.is_encrypted()
+            && let Err(alert @ ChannelError::Tls { .. }) = self.channel.read(&mut [0])
+        {
+            return Err(alert.into());
+        }
+        Err(error.into())
     }
 
     fn read<const N: usize>(&self) -> Result<[u8; N], NbdError> {

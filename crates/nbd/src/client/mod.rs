@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use limosa_channel::{Channel, Options};
+use limosa_channel::{Channel, Options, Tls, Uri};
 use limosa_page::to_usize;
 use limosa_storage::{
     Alignment, Buffer, Extent, ExtentKind, IoVector, Operation, Request, Storage, StorageError, UnitLocks, ZeroOptions,
@@ -46,6 +46,9 @@ pub struct ConnectOptions {
     pub timeout: Duration,
     /// The metadata context that is asked for. With another one than `base:allocation` nothing is known about holes.
     pub context: String,
+    /// Credentials of a client: the connection is encrypted, or refused. The server's certificate must have the name
+    /// that they expect, or the host of a `tcp:` address.
+    pub tls: Option<Tls>,
 }
 
 impl Default for ConnectOptions {
@@ -56,6 +59,7 @@ impl Default for ConnectOptions {
             connect_timeout: Duration::from_secs(30),
             timeout: Duration::from_secs(120),
             context: allocation::NAME.to_owned(),
+            tls: None,
         }
     }
 }
@@ -83,6 +87,12 @@ impl ConnectOptions {
     #[must_use]
     pub fn context(self, context: impl Into<String>) -> Self {
         Self { context: context.into(), ..self }
+    }
+
+    /// Sets `tls`.
+    #[must_use]
+    pub fn tls(self, tls: Option<Tls>) -> Self {
+        Self { tls, ..self }
     }
 }
 
@@ -267,7 +277,12 @@ fn connect(address: &NbdAddress, options: &ConnectOptions) -> Result<Arc<OpenCon
     let settings =
         Options { connect_timeout: within, read_timeout: within, write_timeout: within, ..Options::default() };
     let channel = Channel::connect(&address.server, &settings)?;
-    let agreed = Handshake::new(&channel, options.connect_timeout).run(&address.export, &options.context)?;
+    let tls = match (&options.tls, &address.server) {
+        (Some(tls), Uri::Tcp { host, .. }) => Some(tls.to_host(host)),
+        (tls, _) => tls.clone(),
+    };
+    let handshake = Handshake::new(channel, options.connect_timeout);
+    let (channel, agreed) = handshake.run(&address.export, &options.context, tls.as_ref())?;
     // A request whose bytes the server does not take is in flight, too, and its thread that receives has the limit.
     channel.set_timeouts(Some(options.timeout), None)?;
     channel.set_keep_alive(options.timeout)?;
