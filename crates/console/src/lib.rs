@@ -21,4 +21,4 @@ pub mod quantity;
 
 pub use ending::exit_on_signal;
 pub use named::{named_values, on_off_parser};
-pub use print::{anyhow_error_line, check_stdout, error_line, print_line};
+pub use print::{anyhow_error_line, check_stdout, error_line, print_line, say_line};

@@ -16,9 +16,14 @@ static LOST: OnceLock<io::Error> = OnceLock::new();
 /// A line for people.
 #[macro_export]
 macro_rules! say {
-    ($($words:tt)*) => {{
-        let _ = std::io::Write::write_fmt(&mut std::io::stderr().lock(), format_args!("{}\n", format_args!($($words)*)));
-    }};
+    ($($words:tt)*) => { $crate::say_line(format_args!($($words)*)) };
+}
+
+/// Implements `say!`.
+///
+/// The line is written at once: programs that write to the same log, or read it meanwhile, see no part of a line.
+pub fn say_line(words: fmt::Arguments<'_>) {
+    let _ = io::stderr().lock().write_all(format!("{words}\n").as_bytes());
 }
 
 /// A line of the result that was asked for.
