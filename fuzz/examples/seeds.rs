@@ -3,7 +3,7 @@
 
 use limosa_image::luks::NewHeader;
 use limosa_image::qcow2::{CheckOptions, CreateOptions, change_bitmap, create};
-use limosa_image::{BitmapAction, Preallocation};
+use limosa_image::{BitmapAction, Disk, GuestOffset, Preallocation};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use limosa_stream::mapped_ram::{HEADER_LENGTH, Layout};
 use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
@@ -36,6 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("image_check", images()?),
         ("image_open", images()?.into_iter().map(|seed| seed[1 + 12 * 6..].to_vec()).collect()),
         ("image_name", image_names()),
+        ("image_pipe", written_images()?),
         ("luks", vec![luks()?]),
         ("image_read", images()?),
         ("image_write", images()?),
@@ -176,6 +177,23 @@ fn images() -> Result<Seeds, Box<dyn Error>> {
         // Its L1 table where the refcount table lies.
         image.copy_within(48..56, 40);
         seeds.push([&seed[..], &image].concat());
+    }
+    Ok(seeds)
+}
+
+/// Small images with contents, here and there on their disk.
+fn written_images() -> Result<Seeds, Box<dyn Error>> {
+    let usual = CreateOptions::default().size(64 << 10).cluster_size(512);
+    let mut seeds = Vec::new();
+    for options in [usual.clone(), usual.clone().version(2), usual.preallocation(Preallocation::Metadata)] {
+        let storage = MemoryStorage::growing_to(1 << 20);
+        block_on(create(&storage, None, &options))?;
+        let disk = limosa_fuzz::image::open(&storage, false).ok_or("an image that was created opens")?;
+        for at in [0, 700, 20 << 10, 63 << 10] {
+            block_on(disk.write(GuestOffset(at), Buffer::from_slice(&[7; 1000]).into()))?;
+        }
+        block_on(disk.close())?;
+        seeds.push(storage.contents());
     }
     Ok(seeds)
 }

@@ -8,6 +8,7 @@ use limosa_storage::StorageError;
 
 use crate::luks::LuksError;
 use crate::offset::GuestOffset;
+use crate::truncation::TRUNCATED;
 
 /// Why an image cannot be opened, read, written or checked.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -66,6 +67,26 @@ pub enum ImageError {
         image: Arc<str>,
         /// The cause.
         source: Box<ImageError>,
+    },
+
+    /// A bitmap of it cannot be relied on.
+    #[error("{image}: bitmap {bitmap:?} is inconsistent (it was in use and not stored): remove it")]
+    InconsistentBitmap {
+        /// The image: a path.
+        image: Arc<str>,
+        /// The bitmap's name.
+        bitmap: String,
+    },
+
+    /// Its file ends before contents of it.
+    #[error("{image}: {what}: the file ends at {end:#x}, before they do; {TRUNCATED}")]
+    Truncated {
+        /// The image: a path.
+        image: Arc<str>,
+        /// The contents, with their offset in the file.
+        what: String,
+        /// Length of the file in bytes.
+        end: u64,
     },
 
     /// It is encrypted, and cannot be decrypted.
@@ -144,7 +165,7 @@ impl ImageError {
     /// Returns whether the image is damaged: a check reports more, and a repair may help.
     #[must_use]
     pub const fn is_damage(&self) -> bool {
-        matches!(self, Self::Corrupt { .. } | Self::NeedsRepair { .. })
+        matches!(self, Self::Corrupt { .. } | Self::NeedsRepair { .. } | Self::Truncated { .. })
     }
 }
 

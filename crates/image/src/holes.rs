@@ -1,39 +1,6 @@
-//! Holes of a storage, and the space that it occupies.
+//! The end of a storage, and the space that it occupies.
 
-use std::ops::Range;
-
-use limosa_storage::{ExtentKind, Storage, StorageError};
-
-/// Bytes that are examined first.
-const FIRST_LOOK: u64 = 64 << 10;
-
-/// Returns how many bytes at the beginning of a range are alike, and whether they are known to be zeros.
-///
-/// A few extents are examined first, and more as long as all are alike.
-pub(crate) fn alike(storage: &dyn Storage, range: &Range<u64>) -> Result<(u64, bool), StorageError> {
-    let mut alike = range.start;
-    let mut kind = None;
-    let mut window = FIRST_LOOK;
-    'look: while alike < range.end {
-        let begin = alike;
-        for extent in storage.extents(begin..range.end.min(begin.saturating_add(window)))? {
-            if extent.range.end <= alike {
-                continue;
-            }
-            let is_zero = extent.kind.is_zero();
-            if *kind.get_or_insert(is_zero) != is_zero || extent.range.start > alike {
-                break 'look;
-            }
-            alike = extent.range.end.min(range.end);
-        }
-        if alike == begin {
-            break;
-        }
-        window = window.saturating_mul(4);
-    }
-    let is_zero = kind.unwrap_or(ExtentKind::Data.is_zero());
-    Ok((if alike > range.start { alike } else { range.end } - range.start, is_zero))
-}
+use limosa_storage::{Storage, StorageError};
 
 /// Returns how many of `length` bytes at `at` are in the storage, whose last `unit` may be incomplete. Bytes further
 /// back are no hole, but lost.

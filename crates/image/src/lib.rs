@@ -51,6 +51,7 @@ pub mod raw;
 pub mod reference;
 mod requests;
 mod setters;
+mod shown_name;
 #[cfg(test)]
 mod test_disk;
 mod truncation;

@@ -1,13 +1,15 @@
 //! Where the bytes of an image are: in a file, at an NBD server, or nowhere.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use limosa_channel::Uri;
+use limosa_channel::{Tls, Uri};
 use limosa_nbd::{ConnectOptions, NbdAddress, NbdStorage};
-use limosa_storage::{FileIdentity, FileOptions, FileStorage, NullStorage, Storage, StorageError};
+use limosa_storage::{FileIdentity, FileOptions, FileStorage, NullStorage, Operation, Storage, StorageError};
 use serde_json::{Value, json};
 
 /// The length of a disk without contents, unless another is given: QEMU's.
@@ -25,6 +27,8 @@ pub enum Location {
         address: NbdAddress,
         /// The metadata context that tells about holes, in place of the usual one: `x-dirty-bitmap`.
         context: Option<String>,
+        /// The encryption of the connection; `None`: it has none.
+        tls: Option<ExportTls>,
     },
     /// Nowhere: writes are lost, reads return zeros.
     Null {
@@ -33,6 +37,41 @@ pub enum Location {
         /// Whether it says that it reads as zeros: `read-zeroes`.
         zeroes: bool,
     },
+}
+
+/// The encryption of a connection to an export.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExportTls {
+    /// The name of the credentials: `tls-creds`.
+    pub credentials: String,
+    /// The name that the server's certificate must have, in place of its host's: `tls-hostname`.
+    pub hostname: Option<String>,
+}
+
+/// Credentials of clients, by the names that exports give ([`ExportTls::credentials`]).
+#[derive(Debug, Clone, Default)]
+pub struct TlsCredentials(BTreeMap<String, Tls>);
+
+impl TlsCredentials {
+    /// Adds some, in place of earlier ones of the name.
+    pub fn insert(&mut self, name: impl Into<String>, credentials: Tls) {
+        self.0.insert(name.into(), credentials);
+    }
+
+    /// Returns whether there are some of this name.
+    #[must_use]
+    pub fn contains(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    /// Returns those of an export.
+    fn of(&self, export: &ExportTls) -> io::Result<Tls> {
+        let ExportTls { credentials, hostname } = export;
+        let missing =
+            || io::Error::new(io::ErrorKind::NotFound, format!("there are no TLS credentials {credentials:?}"));
+        let tls = self.0.get(credentials).ok_or_else(missing)?;
+        Ok(hostname.as_deref().map_or_else(|| tls.clone(), |hostname| tls.to_host(hostname)))
+    }
 }
 
 /// The identity of bytes, regardless of the name that leads to them. One export may still have several: of two names of
@@ -80,12 +119,20 @@ impl Location {
 
     /// Opens it. Only files have locks and a page cache. An export is flushed in every cache mode: what its server
     /// keeps in memory would be lost with that, not only with this machine's power.
-    pub(crate) fn open(&self, options: &FileOptions) -> Result<Arc<dyn Storage>, StorageError> {
+    pub(crate) fn open(
+        &self,
+        options: &FileOptions,
+        credentials: &TlsCredentials,
+    ) -> Result<Arc<dyn Storage>, StorageError> {
         Ok(match self {
             Self::File(path) => FileStorage::open(path, options)?,
-            Self::Nbd { address, context } => {
-                let mut connect =
-                    ConnectOptions::default().read_only(options.read_only).synchronous(options.cache.is_synchronous());
+            Self::Nbd { address, context, tls } => {
+                let failed = |error| StorageError::for_storage(Operation::Open, &self.to_string().into(), error);
+                let tls = tls.as_ref().map(|tls| credentials.of(tls)).transpose().map_err(failed)?;
+                let mut connect = ConnectOptions::default()
+                    .read_only(options.read_only)
+                    .synchronous(options.cache.is_synchronous())
+                    .tls(tls);
                 if let Some(context) = context {
                     connect = connect.context(context);
                 }
@@ -110,7 +157,7 @@ impl Location {
     pub(crate) fn plain_name(&self) -> Option<String> {
         let is_plain = match self {
             Self::File(_) => true,
-            Self::Nbd { context, .. } => context.is_none(),
+            Self::Nbd { context, tls, .. } => context.is_none() && tls.is_none(),
             Self::Null { size, zeroes } => (*size, *zeroes) == (NULL_SIZE, false),
         };
         is_plain.then(|| self.to_string())
@@ -120,7 +167,7 @@ impl Location {
     pub(crate) fn node(&self) -> Value {
         match self {
             Self::File(path) => json!({ "driver": "file", "filename": path.to_string_lossy() }),
-            Self::Nbd { address, context } => {
+            Self::Nbd { address, context, tls } => {
                 let server = match &address.server {
                     Uri::Tcp { host, port } => json!({ "type": "inet", "host": host, "port": port.to_string() }),
                     Uri::Unix(path) => json!({ "type": "unix", "path": path.to_string_lossy() }),
@@ -132,6 +179,12 @@ impl Location {
                 let mut node = json!({ "driver": "nbd", "server": server, "export": address.export });
                 if let Some(context) = context {
                     node["x-dirty-bitmap"] = context.as_str().into();
+                }
+                if let Some(ExportTls { credentials, hostname }) = tls {
+                    node["tls-creds"] = credentials.as_str().into();
+                    if let Some(hostname) = hostname {
+                        node["tls-hostname"] = hostname.as_str().into();
+                    }
                 }
                 node
             }
@@ -172,12 +225,20 @@ mod tests {
         let nbd = |address: &str, context: Option<&str>| Location::Nbd {
             address: address.parse().unwrap(),
             context: context.map(str::to_owned),
+            tls: None,
+        };
+        let encrypted = |hostname: Option<&str>| Location::Nbd {
+            address: "nbd://host/e".parse().unwrap(),
+            context: None,
+            tls: Some(ExportTls { credentials: "t".into(), hostname: hostname.map(str::to_owned) }),
         };
         for (location, is_plain) in [
             (Location::File("a".into()), true),
             (nbd("nbd://[::1]:3/e", None), true),
             (nbd("nbd+vsock://2:3/e", None), true),
             (nbd("nbd+unix:///e?socket=/s", Some("qemu:dirty-bitmap:b")), false),
+            (encrypted(None), false),
+            (encrypted(Some("other")), false),
             (Location::Null { size: NULL_SIZE, zeroes: false }, true),
             (Location::Null { size: 512, zeroes: true }, false),
         ] {
@@ -196,7 +257,7 @@ mod tests {
         std::os::unix::fs::symlink(&socket, &link).unwrap();
         let of = |path: &Path, export: &str| {
             let address = NbdAddress::new(Uri::Unix(path.into()), export);
-            Location::Nbd { address, context: None }.identity().unwrap()
+            Location::Nbd { address, context: None, tls: None }.identity().unwrap()
         };
         assert_eq!(of(&socket, "e"), of(&link, "e"));
         assert_ne!(of(&socket, "e"), of(&socket, "f"));

@@ -19,7 +19,7 @@ use crate::error::ImageError;
 use crate::luks::Passphrase;
 use crate::operations::info::ImageInfo;
 use crate::probe::Format;
-use crate::reference::{BackingOverride, DataFileOverride, Location, Reference};
+use crate::reference::{BackingOverride, DataFileOverride, Location, Reference, TlsCredentials};
 use crate::{luks, qcow2, raw};
 
 /// A new image, by the place of its bytes.
@@ -150,15 +150,19 @@ impl NewImage {
     }
 
     /// Creates the image, and its external data file if it has one. Files that did not exist before are removed again
-    /// unless they are [kept](CreatedFiles::keep).
+    /// unless they are [kept](CreatedFiles::keep). `credentials`: those that an export may name.
     ///
     /// # Errors
     /// [`ImageError::Options`]: the format's options contradict each other; a file cannot be created or written.
-    pub async fn create<'a>(&self, unfinished: &'a UnfinishedFiles) -> Result<CreatedFiles<'a>, ImageError> {
+    pub async fn create<'a>(
+        &self,
+        unfinished: &'a UnfinishedFiles,
+        credentials: &TlsCredentials,
+    ) -> Result<CreatedFiles<'a>, ImageError> {
         let mut files = CreatedFiles { unfinished, paths: Vec::new() };
         match &self.format {
-            NewImageFormat::Raw(options) => raw::create(&*self.open(&mut files)?, options).await?,
-            NewImageFormat::Luks(options) => luks::create(&*self.open(&mut files)?, options).await?,
+            NewImageFormat::Raw(options) => raw::create(&*self.open(&mut files, credentials)?, options).await?,
+            NewImageFormat::Luks(options) => luks::create(&*self.open(&mut files, credentials)?, options).await?,
             NewImageFormat::Qcow2(options) => {
                 // Before anything is overwritten.
                 options.check().map_err(|source| ImageError::options(self.location.to_string(), source))?;
@@ -169,7 +173,7 @@ impl NewImage {
                     return Err(ImageError::Unsupported { image: self.location.to_string().into(), what });
                 }
                 let data_file = self.data_file()?.map(|path| files.create(&path, self.cache)).transpose()?;
-                let file = self.open(&mut files)?;
+                let file = self.open(&mut files, credentials)?;
                 let data_file = data_file.as_ref().map(|data_file| &**data_file as &dyn Storage);
                 qcow2::create(&*file, data_file, options).await?;
             }
@@ -178,9 +182,13 @@ impl NewImage {
     }
 
     /// Creates or opens the place of its bytes.
-    fn open(&self, files: &mut CreatedFiles<'_>) -> Result<Arc<dyn Storage>, StorageError> {
+    fn open(
+        &self,
+        files: &mut CreatedFiles<'_>,
+        credentials: &TlsCredentials,
+    ) -> Result<Arc<dyn Storage>, StorageError> {
         let Some(path) = self.location.path() else {
-            return self.location.open(&FileOptions { cache: self.cache, ..FileOptions::default() });
+            return self.location.open(&FileOptions { cache: self.cache, ..FileOptions::default() }, credentials);
         };
         let file = files.create(path, self.cache)?;
         if let Some(bytes) = self.extent_size_hint.filter(|bytes| *bytes > 0) {
@@ -197,7 +205,19 @@ pub struct UnfinishedFiles(Mutex<Vec<PathBuf>>);
 /// The removal of unfinished files: while it lives, no further file is created.
 #[derive(Debug)]
 #[must_use = "dropping it allows files to be created again"]
-pub struct RemovalGuard<'a>(#[expect(dead_code, reason = "held, not read")] MutexGuard<'a, Vec<PathBuf>>);
+pub struct RemovalGuard<'a> {
+    removed: Vec<PathBuf>,
+    #[expect(dead_code, reason = "held, not read")]
+    held: MutexGuard<'a, Vec<PathBuf>>,
+}
+
+impl RemovalGuard<'_> {
+    /// Returns the files that were removed.
+    #[must_use]
+    pub fn removed(&self) -> &[PathBuf] {
+        &self.removed
+    }
+}
 
 impl UnfinishedFiles {
     /// No files.
@@ -218,11 +238,10 @@ impl UnfinishedFiles {
     }
 
     fn remove(mut paths: MutexGuard<'_, Vec<PathBuf>>) -> RemovalGuard<'_> {
-        for path in paths.drain(..) {
-            // One that is gone already needs no removal, and there is nobody left to report another failure to.
-            let _ = fs::remove_file(path);
-        }
-        RemovalGuard(paths)
+        let mut removed = std::mem::take(&mut *paths);
+        // One that is gone already needs no removal, and there is nobody left to report another failure to.
+        removed.retain(|path| fs::remove_file(path).is_ok());
+        RemovalGuard { removed, held: paths }
     }
 
     fn create(&self, path: &Path, options: &FileOptions) -> Result<Arc<FileStorage>, StorageError> {
@@ -319,10 +338,10 @@ mod tests {
         fs::write(&old, "contents").unwrap();
         let unfinished = UnfinishedFiles::new();
         for path in [&new, &old] {
-            drop(block_on(raw_image(path.clone()).create(&unfinished)).unwrap());
+            drop(block_on(raw_image(path.clone()).create(&unfinished, &TlsCredentials::default())).unwrap());
         }
         assert_eq!((new.exists(), fs::metadata(&old).unwrap().len()), (false, 4096));
-        block_on(raw_image(new.clone()).create(&unfinished)).unwrap().keep();
+        block_on(raw_image(new.clone()).create(&unfinished, &TlsCredentials::default())).unwrap().keep();
         drop(unfinished.remove_all());
         assert!(new.exists());
     }
@@ -332,8 +351,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new");
         let unfinished = UnfinishedFiles::new();
-        let files = block_on(raw_image(path.clone()).create(&unfinished)).unwrap();
-        drop(unfinished.remove_all());
+        let files = block_on(raw_image(path.clone()).create(&unfinished, &TlsCredentials::default())).unwrap();
+        assert_eq!(unfinished.remove_all().removed(), std::slice::from_ref(&path));
         assert!(!path.exists());
         files.keep();
     }
@@ -346,7 +365,10 @@ mod tests {
         let options = qcow2::CreateOptions::default().cluster_size(3);
         let image = NewImage::new(&*path, CacheMode::Unsafe, NewImageFormat::Qcow2(Box::new(options)));
         let unfinished = UnfinishedFiles::new();
-        assert!(matches!(block_on(image.create(&unfinished)), Err(ImageError::Options { .. })));
+        assert!(matches!(
+            block_on(image.create(&unfinished, &TlsCredentials::default())),
+            Err(ImageError::Options { .. })
+        ));
         assert_eq!(fs::read(&path).unwrap(), b"contents");
     }
 }

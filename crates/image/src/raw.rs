@@ -14,14 +14,14 @@ use limosa_storage::{Buffer, IoVector, Storage, ZeroOptions};
 
 use crate::disk::{BlockStatus, Disk, MapEntry, Pending};
 use crate::error::ImageError;
-use crate::holes::{alike, inside};
+use crate::holes::inside;
 use crate::luks::EncryptedStorage;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
 use crate::probe::{Format, Guess, LOOKED_AT, guess};
 use crate::requests::{Inside, Requests};
 use crate::setters::setters;
-use crate::truncation::{TRUNCATED, truncated_to};
+use crate::truncation::truncated_to;
 
 /// Disks are whole sectors long, in bytes.
 const SECTOR: u64 = 512;
@@ -299,10 +299,10 @@ impl Disk for Raw {
             self.file.read(host.start, into.clone()).await?;
             match truncated_to(&*self.file, &into, host.end)? {
                 // The last sector of the disk need not be whole in the file.
-                Some(end) if end <= host.end.saturating_sub(SECTOR) => Err(ImageError::Corrupt {
+                Some(end) if end <= host.end.saturating_sub(SECTOR) => Err(ImageError::Truncated {
                     image: Arc::clone(self.name()),
-                    table: format!("contents at {} of guest offset {at}", HostOffset(host.start)),
-                    why: format!("the file ends at {end:#x}, before they do; {TRUNCATED}"),
+                    what: format!("contents at {} of guest offset {at}", HostOffset(host.start)),
+                    end,
                 }),
                 _ => Ok(()),
             }
@@ -381,10 +381,8 @@ impl Disk for Raw {
         Box::pin(async move {
             let _inside = self.admit(at, length)?;
             let host = self.host(at, length);
-            let (mut length, mut kind) = match alike(&*self.file, &host)? {
-                (alike, true) => (alike, BlockStatus::Zero),
-                (alike, false) => (alike, BlockStatus::Data),
-            };
+            let run = self.file.first_run(host.clone())?;
+            let (mut length, mut kind) = (run.length, if run.is_zero { BlockStatus::Zero } else { BlockStatus::Data });
             if kind == BlockStatus::Zero {
                 match inside(&*self.file, host.start, length, SECTOR)? {
                     // The file was cut off: a read fails and says that it is lost.

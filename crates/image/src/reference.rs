@@ -15,12 +15,13 @@ use limosa_storage::{CacheMode, FileOptions, Io, LockPolicy};
 use serde_json::Value;
 
 pub use crate::error::ReferenceError;
-pub use crate::location::Location;
 use crate::location::NULL_SIZE;
+pub use crate::location::{ExportTls, Location, TlsCredentials};
 use crate::probe::Format;
 use crate::qcow2::Encryption;
 use crate::qemu_json::to_json;
 use crate::setters::setters;
+use crate::shown_name::{shown, shown_options};
 
 /// An image by its name: the file, and how it is interpreted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -171,7 +172,7 @@ impl Reference {
         let reference = Self::beside(name, image.path().and_then(Path::parent))?;
         if image.path().is_none() && reference.path().is_some_and(Path::is_relative) {
             let why = format!("the path is relative, and {image} has no folder");
-            return Err(ReferenceError { name: name.to_string_lossy().into_owned(), why });
+            return Err(ReferenceError { name: shown(name), why });
         }
         Ok(reference)
     }
@@ -184,7 +185,7 @@ impl Reference {
         let name = name.as_ref();
         if name.as_bytes().starts_with(b"json:") {
             let why = "a new image must be given by the path of its file".to_owned();
-            return Err(ReferenceError { name: name.to_string_lossy().into_owned(), why });
+            return Err(ReferenceError { name: shown(name), why });
         }
         Ok(Self::from_name(name)?.location)
     }
@@ -199,13 +200,13 @@ impl Reference {
             Location::File(path) => Ok(path),
             other => {
                 let why = format!("a data file must be a file, not {other}");
-                Err(ReferenceError { name: name.to_string_lossy().into_owned(), why })
+                Err(ReferenceError { name: shown(name), why })
             }
         }
     }
 
     fn beside(name: &OsStr, folder: Option<&Path>) -> Result<Self, ReferenceError> {
-        let fault = |why: String| ReferenceError { name: name.to_string_lossy().into_owned(), why };
+        let fault = |why: String| ReferenceError { name: shown(name), why };
         let bytes = name.as_bytes();
         if let Some(json) = bytes.strip_prefix(b"json:") {
             let json: Value =
@@ -225,8 +226,11 @@ impl Reference {
                 b"nbd" | b"nbd+tcp" | b"nbd+unix" | b"nbd+vsock" | b"nbds" | b"nbds+tcp" | b"nbds+unix"
                 | b"nbds+vsock" => {
                     let text = name.to_str().ok_or_else(|| fault("the address is not valid UTF-8".into()))?;
-                    let address = text.parse().map_err(|error: AddressError| fault(error.to_string()))?;
-                    Ok(Self::at(Location::Nbd { address, context: None }))
+                    let address = text.parse().map_err(|error: AddressError| match error {
+                        AddressError::Tls => fault(format!("{error}; use driver=nbd with tls-creds")),
+                        error => fault(error.to_string()),
+                    })?;
+                    Ok(Self::at(Location::Nbd { address, context: None, tls: None }))
                 }
                 b"null-co" | b"null-aio" if path == Path::new("//") => {
                     Ok(Self::at(Location::Null { size: NULL_SIZE, zeroes: false }))
@@ -251,12 +255,18 @@ impl Reference {
     /// # Errors
     /// Options that limosa does not have, or that contradict each other.
     pub fn from_options(list: &str) -> Result<Self, ReferenceError> {
-        let fault = |why: String| ReferenceError { name: list.to_owned(), why };
+        let fault = |why: String| ReferenceError { name: shown_options(list), why };
         let mut options = Options::default();
-        for option in split_options(list) {
-            let (name, value) = option
-                .split_once('=')
-                .ok_or_else(|| fault(format!("{option:?} is not an option; use file.filename=NAME to name a file")))?;
+        for (number, option) in (1..).zip(split_options(list)) {
+            let (name, value) = option.split_once('=').ok_or_else(|| {
+                fault(match number {
+                    1 => format!("{option:?} is not an option; use file.filename=NAME to name a file"),
+                    // It may be the rest of a password.
+                    _ => {
+                        format!("option {number} has no value: must be NAME=VALUE; a comma in a value is written twice")
+                    }
+                })
+            })?;
             options.0.insert(name.to_owned(), Some(value.to_owned()));
         }
         options.image("").and_then(|image| options.all_taken(image)).map_err(fault)
@@ -398,13 +408,15 @@ impl Options {
                 ));
             }
         };
-        if let Some(credentials) = self.take(node, "tls-creds")? {
-            return Err(format!("{node}tls-creds={credentials}: TLS to NBD servers is not supported"));
-        }
+        let tls = match (self.take(node, "tls-creds")?, self.take(node, "tls-hostname")?) {
+            (Some(credentials), hostname) => Some(ExportTls { credentials, hostname }),
+            (None, None) => None,
+            (None, Some(_)) => return Err(format!("{node}tls-hostname needs {node}tls-creds")),
+        };
         self.only(node, "reconnect-delay", "0")?;
         self.only(node, "open-timeout", "0")?;
         let address = NbdAddress::new(server, self.take(node, "export")?.unwrap_or_default());
-        Ok(Location::Nbd { address, context: self.take(node, "x-dirty-bitmap")? })
+        Ok(Location::Nbd { address, context: self.take(node, "x-dirty-bitmap")?, tls })
     }
 
     /// An option that has only its default.
@@ -657,13 +669,14 @@ mod tests {
         assert!(said("driver=nbd,host=a,path=b").contains("server.type=inet"));
         assert!(said("driver=nbd,server.type=fd,server.str=a").contains("type=fd"));
         assert!(said("driver=nbd,host=a,port=99999").contains("port must be"));
-        assert!(said("driver=nbd,host=a,tls-creds=t").contains("TLS"));
+        assert!(said("driver=nbd,host=a,tls-hostname=b").contains("needs tls-creds"));
         assert!(said("driver=nbd,host=a,reconnect-delay=3").contains("reconnect-delay=3"));
         assert!(said("driver=qcow2,file.filename=a,data-file.driver=nbd,data-file.host=a").contains("must be a file"));
         assert_eq!(said("driver=null-co,filename=a"), r#"unknown option "filename""#);
         assert_eq!(said("driver=qcow2,offset=1,file.filename=a"), "offset and size are for driver=raw");
         assert_eq!(said("disk.img"), r#""disk.img" is not an option; use file.filename=NAME to name a file"#);
         assert!(said("driver=qcow2,file=node0").contains("name of a node"));
+        assert!(said("driver=qcow2,password=hun,ter2").contains("option 3 has no value"));
         assert!(refused("json:[1]").contains("unknown option") || refused("json:[1]").contains("missing"));
         assert!(refused("json:7").contains("braces"));
         assert!(refused(r#"json:{"file":{"filename":"a"},"file.filename":"b"}"#).contains("twice"));
@@ -675,6 +688,7 @@ mod tests {
         let nbd = |address: &str, context: Option<&str>| Location::Nbd {
             address: address.parse().unwrap(),
             context: context.map(str::to_owned),
+            tls: None,
         };
         for (list, address) in [
             ("driver=nbd,server.type=inet,server.host=h,server.port=1,export=e", "nbd://h:1/e"),
@@ -684,6 +698,12 @@ mod tests {
         ] {
             assert_eq!(at(list), Ok((Some(Format::Raw), nbd(address, None))), "{list}");
         }
+        let named = |hostname: Option<&str>| {
+            let tls = ExportTls { credentials: "t".into(), hostname: hostname.map(str::to_owned) };
+            Location::Nbd { address: "nbd://h".parse().unwrap(), context: None, tls: Some(tls) }
+        };
+        assert_eq!(at("driver=nbd,host=h,tls-creds=t"), Ok((Some(Format::Raw), named(None))));
+        assert_eq!(at("driver=nbd,host=h,tls-creds=t,tls-hostname=b").unwrap().1, named(Some("b")));
         let bitmap = "driver=raw,file.driver=nbd,file.host=h,file.x-dirty-bitmap=qemu:dirty-bitmap:b";
         assert_eq!(at(bitmap), Ok((Some(Format::Raw), nbd("nbd://h", Some("qemu:dirty-bitmap:b")))));
         for refused in [

@@ -43,6 +43,9 @@ struct State {
     asked: Vec<Asked>,
     /// Sectors that can be neither read nor written.
     broken: Vec<Range<u64>>,
+    /// A request for one of these ends all that follow.
+    losing: Vec<Range<u64>>,
+    is_lost: bool,
     under_way: usize,
     most_under_way: usize,
     /// The kernel copies half of what it is asked to, and then says that it cannot.
@@ -81,6 +84,12 @@ impl TestDisk {
 
     pub(crate) fn breaking(self, broken: Range<u64>) -> Self {
         self.lock().broken.push(broken);
+        self
+    }
+
+    /// A disk whose connection is lost by a request for these sectors.
+    pub(crate) fn losing(self, at: Range<u64>) -> Self {
+        self.lock().losing.push(at);
         self
     }
 
@@ -139,17 +148,17 @@ impl TestDisk {
                     wanted: range.end - range.start,
                 });
             }
-            if state.broken.iter().any(|broken| broken.start < range.end && range.start < broken.end) {
-                let operation = if matches!(asked, Asked::Read(_)) { Operation::Read } else { Operation::Write };
-                let error = std::io::Error::from_raw_os_error(5);
-                return Err(StorageError::for_request(
-                    operation,
-                    &self.name,
-                    range.start,
-                    range.end - range.start,
-                    error,
-                )
-                .into());
+            let operation = if matches!(asked, Asked::Read(_)) { Operation::Read } else { Operation::Write };
+            let failed = |why: std::io::Error| {
+                StorageError::for_request(operation, &self.name, range.start, range.end - range.start, why).into()
+            };
+            let meets = |of: &Vec<Range<u64>>| of.iter().any(|at| at.start < range.end && range.start < at.end);
+            state.is_lost |= meets(&state.losing);
+            if state.is_lost {
+                return Err(failed(std::io::Error::other("the connection is lost")));
+            }
+            if meets(&state.broken) {
+                return Err(failed(std::io::Error::from_raw_os_error(5)));
             }
             work(&mut state);
             Ok(())

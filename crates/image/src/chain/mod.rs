@@ -28,7 +28,7 @@ use crate::qcow2::{
     Repair, SnapshotChoice,
 };
 use crate::raw::{Raw, RawOptions};
-use crate::reference::{BackingOverride, DataFileOverride, Location, Reference};
+use crate::reference::{BackingOverride, DataFileOverride, Location, Reference, TlsCredentials};
 use crate::setters::setters;
 use base::Base;
 pub use base::{ChainWithBase, open_with_base};
@@ -59,6 +59,8 @@ pub struct OpenOptions {
     pub snapshot: Option<SnapshotChoice>,
     /// The passphrases that encrypted images of the chain name ([`Reference::key_secret`]).
     pub secrets: Secrets,
+    /// The credentials that exports of the chain name ([`Location::Nbd`]).
+    pub tls: TlsCredentials,
     /// The folder of the image's journal, if it is qcow2 of version 3 and written: what was acknowledged survives there
     /// when the process is killed and clients continue with the next one.
     pub journals: Option<JournalFolder>,
@@ -74,6 +76,7 @@ setters!(OpenOptions {
     qcow2: Qcow2Options,
     snapshot: Option<SnapshotChoice>,
     secrets: Secrets,
+    tls: TlsCredentials,
     journals: Option<JournalFolder>,
 });
 
@@ -115,7 +118,7 @@ pub struct ImageFile {
     /// Its bytes.
     pub storage: Arc<dyn Storage>,
     /// The header of an encrypted image, if it is in a file of its own.
-    pub header: Option<Arc<dyn Storage>>,
+    pub header: Option<Arc<FileStorage>>,
     /// Its format.
     pub format: Format,
     /// Whether the format was probed.
@@ -177,14 +180,13 @@ impl ImageFile {
     /// # Errors
     /// The kernel's; it looks like a format that limosa does not have.
     pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Self, ImageError> {
-        let storage = reference.location.open(&reference.settings.override_options(options.file()))?;
+        let storage = reference.location.open(&reference.settings.override_options(options.file()), &options.tls)?;
         let (format, guessed) = match reference.format.or(options.format) {
             Some(format) => (format, false),
             None => (probe(&*storage).await?, true),
         };
         let open_header = |path| FileStorage::open(path, &reference.settings.override_options(options.file()));
         let header = reference.header.as_ref().map(open_header).transpose()?;
-        let header = header.map(|header| header as Arc<dyn Storage>);
         Ok(Self { reference: reference.clone(), storage, header, format, guessed })
     }
 
@@ -207,7 +209,7 @@ impl ImageFile {
         let passphrase = passphrase(&*self.storage, &self.reference, secrets)?;
         let file = Arc::clone(&self.storage);
         match &self.header {
-            Some(header) => luks::open_detached(file, Arc::clone(header), passphrase).await,
+            Some(header) => luks::open_detached(file, Arc::<FileStorage>::clone(header), passphrase).await,
             None => luks::open(file, passphrase).await,
         }
     }
@@ -395,9 +397,7 @@ impl<'a> Walk<'a> {
         if let Some(identity) = file.identity() {
             self.seen.take(by, &reference.location, identity)?;
         }
-        if let (Some(path), Some(header)) = (&reference.header, &file.header)
-            && let Some(header) = (&**header as &dyn Any).downcast_ref::<FileStorage>()
-        {
+        if let (Some(path), Some(header)) = (&reference.header, &file.header) {
             self.seen.take(by, &Location::File(path.clone()), Identity::File(header.identity()))?;
         }
         self.last = Some(Arc::clone(file.storage.name()));

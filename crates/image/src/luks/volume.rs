@@ -180,7 +180,7 @@ pub async fn create(file: &dyn Storage, options: &CreateOptions) -> Result<(), I
     let length = options.length().ok_or_else(|| unsupported(format!("a disk of {} bytes", options.size)))?;
     if options.detached && (options.size > 0 || options.preallocation != Preallocation::Off) {
         return Err(unsupported(
-            "a detached header has no size and no space for a disk: its file is another one".into(),
+            "the image is the header alone: omit the size, the disk is in a file of its own".into(),
         ));
     }
     let (mut header, _, material) = new_header(&options.header, &options.passphrase).map_err(fault(file))?;

@@ -68,7 +68,7 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     }
     let (storage, check) = (&*file.storage, CheckOptions::default());
     if *version == Some(2) {
-        qcow2::check_downgrade(storage, *refcount_bits, check).await?;
+        qcow2::check_downgrade(storage, *refcount_bits, *size, check).await?;
     }
     // It is checked once more when it is done: only for what comes before.
     if let Some(change) = key_slots.as_ref().filter(|_| of_qcow2) {
@@ -105,7 +105,12 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
         let passphrase = chain::passphrase(&*file.storage, &file.reference, &open.secrets)?;
         match area {
             (place, None) => luks::change_key_slots(place, passphrase, change, *force).await?,
-            (place, Some(area)) => luks::change_key_slots_at(place, area, passphrase, change, *force).await?,
+            (place, Some(area)) => {
+                if file.format == Format::Qcow2 && file.header.is_none() {
+                    qcow2::Header::read(place).await?.prepare_autoclear(place, true).await?;
+                }
+                luks::change_key_slots_at(place, area, passphrase, change, *force).await?;
+            }
         }
     }
     Ok(())

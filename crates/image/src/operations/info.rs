@@ -6,9 +6,7 @@
 //! Source of the names and their meaning: `ImageInfo` in QEMU's qapi/block-core.json; serialized it is what
 //! `qemu-img info --output json` prints.
 
-use std::any::Any;
 use std::ffi::OsStr;
-use std::sync::Arc;
 
 use limosa_storage::{FileStorage, Storage, StorageError};
 use serde::Serialize;
@@ -306,12 +304,12 @@ impl ImageInfo {
     /// # Errors
     /// Its header, its snapshot table or its bitmap directory cannot be; what the storage says.
     pub async fn of(file: &ImageFile) -> Result<Self, ImageError> {
-        let child = file_info(&file.storage, &file.reference.location)?;
+        let child = file_info(&*file.storage, file.file_storage(), &file.reference.location)?;
         let mut actual_size = child.actual_size;
         let dirty_flag = child.dirty_flag;
         let mut children = vec![Child { name: "file", info: child }];
         if let (Some(header), Some(path)) = (&file.header, &file.reference.header) {
-            let info = file_info(header, &Location::File(path.clone()))?;
+            let info = file_info(&**header, Some(header), &Location::File(path.clone()))?;
             actual_size = actual_size.zip(info.actual_size).map(|(file, header)| file + header);
             children.insert(0, Child { name: "header", info });
         }
@@ -419,8 +417,7 @@ impl ImageInfo {
 }
 
 /// Describes the file of an image, or what it has in place of one.
-fn file_info(storage: &Arc<dyn Storage>, location: &Location) -> Result<FileInfo, StorageError> {
-    let file = (&**storage as &dyn Any).downcast_ref::<FileStorage>();
+fn file_info(storage: &dyn Storage, file: Option<&FileStorage>, location: &Location) -> Result<FileInfo, StorageError> {
     let is_device = file.is_some_and(FileStorage::is_block_device);
     let protocol = location.protocol();
     Ok(FileInfo {

@@ -60,7 +60,7 @@ fn what_is_said_to_lie_behind_the_end_of_the_file_is_named_with_its_place() {
     // Compressed contents.
     put(&*file, l2, &(COMPRESSED | FAR).to_be_bytes());
     let said = read(&*opened(&file, READ_ONLY()).unwrap(), 512, 512).unwrap_err();
-    assert!(said.starts_with(&format!("image: compressed cluster at {FAR:#x} of guest offset 0x200: ")), "{said}");
+    assert!(said.starts_with(&format!("image: compressed contents at {FAR:#x} of guest offset 0x200: ")), "{said}");
 
     // A refcount block.
     let (file, _) = victim(Compression::Zlib);

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use limosa_image::Preallocation;
 use limosa_image::qcow2::{Bitmap, Header, Repair, read_bitmaps, repair};
-use limosa_storage::{MemoryStorage, Storage, block_on};
+use limosa_storage::testing::{Failing, Fault};
+use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
 use limosa_testkit::{qemu_img, qemu_io};
 
 use crate::cuts::contents;
@@ -113,6 +114,63 @@ fn bitmaps_follow_the_size_as_they_do_with_the_stock_tool() {
         assert!(mine_bits.len() == 2 && mine_bits == theirs_bits, "{sizes:?}");
         // It loads all of them to change one.
         qemu_img(["bitmap", "--disable", mine.to_str().unwrap(), "one"]).unwrap();
+    }
+}
+
+/// Of a storage that gets full on the way, and of one that refuses a single request.
+#[test]
+fn a_growth_that_finds_no_space_gives_back_what_it_took_and_keeps_bitmaps() {
+    if limosa_testkit::qemu_skipped() {
+        return;
+    }
+    let folder = limosa_testkit::scratch().unwrap();
+    for name in ["usual", "tiny", "subclusters", "bitmaps"] {
+        let path = zoo::one(folder.path(), name).path;
+        let whole = std::fs::read(&path).unwrap();
+        let (before, marked) = (contents(&whole).unwrap(), bitmaps(&whole));
+        let unchanged = |storage: &MemoryStorage, what: &str| {
+            std::fs::write(&path, storage.contents()).unwrap();
+            clean(&path, what);
+            assert!(contents(&storage.contents()).unwrap() == before, "{what}");
+            assert_eq!(bitmaps(&storage.contents()), marked, "{what}");
+        };
+        for preallocation in [Preallocation::Off, Preallocation::Metadata, Preallocation::Full] {
+            let options = shrink().preallocation(preallocation);
+            let size = if preallocation == Preallocation::Full { 64 << 20 } else { 3 << 40 };
+            for room in [0, 4096, 100_000, 3 << 20] {
+                let what = format!("{name}, {preallocation:?}, room for {room}");
+                let storage = MemoryStorage::with_contents(whole.clone(), whole.len() as u64 + room);
+                if resized(Arc::new(storage.clone()), None, None, size, options).is_err() {
+                    unchanged(&storage, &what);
+                    let length = storage.contents().len();
+                    // Longer tables of L2 tables and of refcounts stay; here they have room where they are.
+                    let in_place = name == "usual" && preallocation == Preallocation::Full;
+                    assert!(!in_place || length <= whole.len() + (64 << 10), "{what}: {length} of {}", whole.len());
+                }
+            }
+            if name == "tiny" {
+                continue;
+            }
+            for after in (0..9).chain((9..).step_by(8)) {
+                let storage = MemoryStorage::with_contents(whole.clone(), 1 << 30);
+                let failing = Failing::only(&[Operation::Write, Operation::WriteZeroes]);
+                failing.fail(after, 1, Fault::NoSpace);
+                let size = 40 << 20;
+                if resized(failing.wrap(Arc::new(storage.clone())), None, None, size, options).is_err() {
+                    let header = block_on(Header::read(&storage)).unwrap();
+                    let what = format!("{name}, {preallocation:?}, request {after}");
+                    if header.size == size {
+                        std::fs::write(&path, storage.contents()).unwrap();
+                        clean(&path, &what);
+                    } else {
+                        unchanged(&storage, &what);
+                    }
+                } else {
+                    assert!(after > 0, "{name}");
+                    break;
+                }
+            }
+        }
     }
 }
 

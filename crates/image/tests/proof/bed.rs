@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use limosa_image::Disk;
 use limosa_image::luks::{Passphrase, SectorCipher};
-use limosa_image::qcow2::{self, Header};
+use limosa_image::qcow2::{self, CheckOptions, Header, Repair};
 use limosa_storage::testing::SparseMemory;
 use limosa_storage::{MemoryStorage, Storage, block_on};
 use limosa_testkit::image::raw;
@@ -131,6 +131,21 @@ impl Bed {
             std::fs::write(self.folder.path().join(name), bytes).unwrap();
         }
         self.check_files(leaks)
+    }
+
+    /// Has limosa's own check look at the image, which takes a hundredth of the time of a process.
+    pub(crate) fn check_own(&self, contents: &[Vec<u8>], leaks: bool) -> Verdict {
+        let file = SparseMemory::file_with("image", contents[0].clone(), 256 << 20);
+        let check =
+            || block_on(qcow2::check(&file, CheckOptions::default())).map_err(|error| format!("check: {error}"));
+        let mut report = check()?;
+        if self.recipe.lazy && report.corruptions > 0 {
+            // As in `check_files`.
+            block_on(qcow2::repair(&file, Repair::All, CheckOptions::default())).map_err(|error| format!("{error}"))?;
+            report = check()?;
+        }
+        let sound = report.is_clean() || (leaks && report.corruptions == 0 && report.check_errors == 0);
+        if sound { Ok(()) } else { Err(format!("limosa's check: {:?}", report.findings)) }
     }
 
     /// The contents of the image in the folder, as stock QEMU reads it.

@@ -158,7 +158,7 @@ fn writes_that_are_not_of_whole_clusters_of_this_image_are_refused() {
     let error = block_on(disk.write_compressed(GuestOffset(0), packed)).unwrap_err().to_string();
     assert!(error.contains("another image"), "{error}");
     let level = disk.compressor(Some(10)).unwrap_err().to_string();
-    assert!(level.contains("must be 1 to 9"), "{level}");
+    assert!(level.contains("takes 1 to 9"), "{level}");
     // A disk that has become longer has another end.
     let packed = disk.compressor(None).unwrap().compress(&Buffer::from_slice(&text(5, 512)).into());
     block_on(disk.grow(5 * CLUSTER)).unwrap();

@@ -22,7 +22,8 @@ impl Bitmaps {
     /// The bitmaps of this source. `skip_broken`: those that cannot be relied on are left out.
     ///
     /// # Errors
-    /// [`ImageError::Unsupported`]: the source's format has no bitmaps, or one cannot be relied on.
+    /// [`ImageError::Unsupported`]: the source's format has no bitmaps; [`ImageError::InconsistentBitmap`]: one cannot
+    /// be relied on.
     pub(super) async fn of(source: &dyn Disk, skip_broken: bool) -> Result<Self, ImageError> {
         if source.format() != "qcow2" {
             let what = format!("format {} has no bitmaps to copy", source.format());
@@ -32,8 +33,7 @@ impl Bitmaps {
             source.bitmaps().await?.into_iter().partition(|bitmap| bitmap.set.is_some());
         let skipped: Vec<_> = broken.into_iter().map(|bitmap| bitmap.name).collect();
         if let Some(name) = skipped.first().filter(|_| !skip_broken) {
-            let what = format!("bitmap {name:?} was not stored by who used it, and cannot be copied");
-            return Err(ImageError::Unsupported { image: Arc::clone(source.name()), what });
+            return Err(ImageError::InconsistentBitmap { image: Arc::clone(source.name()), bitmap: name.clone() });
         }
         Ok(Self { usable, skipped })
     }

@@ -45,7 +45,7 @@ pub use request::{ConvertRequest, ConvertTarget, CopyBitmaps, NewTarget, Prepare
 use resume::Checkpoints;
 pub use resume::ResumeOptions;
 use source::Shared;
-pub(crate) use source::{SECTOR, Source, index};
+pub(crate) use source::{SECTOR, Source, index, is_salvageable};
 pub(crate) use stream::wanted_clusters;
 pub use stream::{InputStream, OutputStream, Streams};
 use stream::{Piece, RawInput};
@@ -291,7 +291,7 @@ impl<'a> Conversion<'a> {
         let mut counters = ConvertCounters::default();
         let mut buffer = None;
         let mut compressing = Compressing::new(self.target, self.options.compress)?;
-        while let Some((number, work)) = self.next().await? {
+        while let Some((turn, work)) = self.next().await? {
             // Nothing else that it waits for needs it.
             if self.is_stopped() {
                 break;
@@ -300,7 +300,6 @@ impl<'a> Conversion<'a> {
                 Work::Step(Step::Leave(range)) => {
                     counters.bytes_in_backing += range.end - range.start;
                     self.advance(range.end - range.start)?;
-                    continue;
                 }
                 Work::Read(piece) => {
                     let range = piece.range.clone();
@@ -313,14 +312,14 @@ impl<'a> Conversion<'a> {
                     let actions = plan::actions(&spans, |part| place(part).is_zero(), &self.rules);
                     let end = self.target.len();
                     let writes = actions.iter().map(|action| compressing.write(action, end, place)).collect();
-                    if !self.wait(number).await {
+                    if !self.wait(turn).await {
                         break;
                     }
                     self.carry_out(&actions, writes, &self.rules, &mut counters).await?;
                     self.advance(range.end - range.start)?;
                 }
                 Work::Step(Step::Zero(range)) => {
-                    if !self.wait(number).await {
+                    if !self.wait(turn).await {
                         break;
                     }
                     self.zero(&range, &mut counters, &self.rules, true).await?;
@@ -330,14 +329,14 @@ impl<'a> Conversion<'a> {
                     let mut rules = self.rules;
                     let spans = compressing.spans(&spans);
                     if let Some(runs) = self.runs(&spans).await? {
-                        if !self.wait(number).await {
+                        if !self.wait(turn).await {
                             break;
                         }
                         if self.offload(runs, &spans, &mut counters).await? {
                             counters.bytes_in_backing += bytes(&spans, Content::Below);
                             self.record(range.end).await?;
                             self.advance(range.end - range.start)?;
-                            self.turn.done();
+                            self.end_turn(turn);
                             continue;
                         }
                         // Some of it may have been copied.
@@ -351,7 +350,7 @@ impl<'a> Conversion<'a> {
                     let actions = plan::actions(&spans, |part| place(part).is_zero(), &rules);
                     let writes =
                         actions.iter().map(|action| compressing.write(action, self.target.len(), place)).collect();
-                    if !self.wait(number).await {
+                    if !self.wait(turn).await {
                         break;
                     }
                     self.carry_out(&actions, writes, &rules, &mut counters).await?;
@@ -360,13 +359,13 @@ impl<'a> Conversion<'a> {
                     self.advance(range.end - range.start)?;
                 }
             }
-            self.turn.done();
+            self.end_turn(turn);
         }
         Ok(counters)
     }
 
-    /// The next step and its number.
-    async fn next(&self) -> Result<Option<(u64, Work)>, OperationError> {
+    /// The next step, and the number of its turn; `None`: it writes nothing, and waits for no other one.
+    async fn next(&self) -> Result<Option<(Option<u64>, Work)>, OperationError> {
         let mut feed = self.feed.lock().await;
         if let Some((input, grows)) = &mut feed.input {
             let grows = *grows;
@@ -381,13 +380,19 @@ impl<'a> Conversion<'a> {
             }
             let number = feed.number;
             feed.number += 1;
-            return Ok(Some((number, Work::Read(piece))));
+            return Ok(Some((Some(number), Work::Read(piece))));
         }
         loop {
             if let Some(step) = feed.cutter.step() {
-                let number = feed.number;
-                feed.number += u64::from(!matches!(step, Step::Leave(_)));
-                return Ok(Some((number, Work::Step(step))));
+                // A record of what is done has zeros in their order, too.
+                let writes = match step {
+                    Step::Leave(_) => false,
+                    Step::Zero(_) => !self.rules.target_is_zero || self.checkpoints.is_some(),
+                    Step::Piece(..) => true,
+                };
+                let turn = writes.then_some(feed.number);
+                feed.number += u64::from(writes);
+                return Ok(Some((turn, Work::Step(step))));
             }
             let at = feed.at;
             if at >= self.source.len() {
@@ -396,7 +401,7 @@ impl<'a> Conversion<'a> {
             let span = match self.source.map(at, self.shared()).await {
                 Ok(span) => span,
                 // Perhaps it can be read all the same.
-                Err(_) if self.options.salvage => {
+                Err(error) if self.options.salvage && is_salvageable(&error) => {
                     let end = (at / SECTOR + 1).saturating_mul(SECTOR).min(self.source.len());
                     Span { range: at..end, content: Content::Data }
                 }
@@ -413,12 +418,19 @@ impl<'a> Conversion<'a> {
         Some(Shared { layers: self.options.layers.max(1), length })
     }
 
-    /// Waits for the turn of a step: false if all is over.
-    async fn wait(&self, number: u64) -> bool {
-        if !self.options.out_of_order {
+    /// Waits for the turn of a step, if it has one: false if all is over.
+    async fn wait(&self, turn: Option<u64>) -> bool {
+        if let Some(number) = turn.filter(|_| !self.options.out_of_order) {
             self.turn.wait(number).await;
         }
         !self.is_stopped()
+    }
+
+    /// Ends the turn of a step, if it has one.
+    fn end_turn(&self, turn: Option<u64>) {
+        if turn.is_some() {
+            self.turn.done();
+        }
     }
 
     /// Records that all steps up to this one are done, where it ends. Its turn has come, and is not over.

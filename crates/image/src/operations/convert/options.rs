@@ -27,7 +27,7 @@ pub struct ConvertOptions {
     pub layers: u32,
     /// The part of each source that is copied, in bytes; `None`: all of it.
     pub window: Option<Range<u64>>,
-    /// Whether sectors that cannot be read become zeros.
+    /// Whether sectors that the source reports as unreadable become zeros. A source that is gone is an error.
     pub salvage: bool,
     /// The kernel copies what it can from file to file ([`Disk::copy_from`](crate::Disk::copy_from)); zeros in contents
     /// are not looked for then.

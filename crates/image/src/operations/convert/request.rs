@@ -14,7 +14,7 @@ use limosa_storage::{Io, block_on};
 use super::bitmaps::Bitmaps;
 use super::resume::{Beginning, Paths, Resumable, ResumeOptions, source_state};
 use super::source::Source;
-use super::stream::{InputStream, OutputImage, RawInput, Streams, open_qcow2, unsupported};
+use super::stream::{InputStream, OutputImage, PipeRest, RawInput, Streams, open_qcow2, unsupported};
 use super::{ConvertCounters, ConvertOptions, convert_on_threads, convert_recorded, convert_stream};
 use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
@@ -100,6 +100,8 @@ pub struct PreparedConversion<'a> {
     sources: Vec<Arc<dyn Disk>>,
     /// The source, if it is raw and comes through a pipe.
     input: Option<RawInput>,
+    /// The rest of a source from a pipe, behind its contents.
+    rest: Option<PipeRest>,
     target: Target,
     options: ConvertOptions,
     length: u64,
@@ -163,8 +165,8 @@ impl ConvertRequest {
         let mut sources = Vec::with_capacity(named.len());
         for source in &named {
             let (disk, identities) = chain::open_with_identities(&source.reference, &source.options).await?;
-            // The locks of files tell that a source stands on the target.
-            if location.path().is_none() && identity.as_ref().is_some_and(|target| identities.contains(target)) {
+            // A source that stands on the target: locks tell it too, where there are any.
+            if identity.as_ref().is_some_and(|target| identities.contains(target)) {
                 return Err(same());
             }
             sources.push(disk);
@@ -173,9 +175,9 @@ impl ConvertRequest {
             let is_stream = input.is_some() || output.is_some();
             check_resume(&target, is_stream || bitmaps.is_some() || options.out_of_order || options.salvage)?;
         }
-        let input = match input {
+        let (input, rest) = match input {
             Some(input) => open_input(input, &options, &mut sources).await?,
-            None => None,
+            None => (None, None),
         };
         let source = Source::new(&sources, options.window.as_ref())?;
         // Of a stream the length is not known: a new target has what was read ahead, and grows.
@@ -192,6 +194,7 @@ impl ConvertRequest {
             return Ok(PreparedConversion {
                 sources,
                 input,
+                rest,
                 target,
                 options,
                 length,
@@ -228,16 +231,17 @@ impl ConvertRequest {
         let options_of_target = OpenOptions { read_only: false, ..target.options };
         let target = chain::open_image(&target.reference, &options_of_target).await?;
         let target = Target::Image(target);
-        Ok(PreparedConversion { sources, input, target, options, length, created, bitmaps, resumable })
+        Ok(PreparedConversion { sources, input, rest, target, options, length, created, bitmaps, resumable })
     }
 }
 
-/// Opens the image in a stream: a raw one is returned, another one is added to the sources.
+/// Opens the image in a stream: a raw one is returned; another one is added to the sources, and what follows its
+/// contents is returned.
 async fn open_input(
     mut input: InputStream,
     options: &ConvertOptions,
     sources: &mut Vec<Arc<dyn Disk>>,
-) -> Result<Option<RawInput>, OperationError> {
+) -> Result<(Option<RawInput>, Option<PipeRest>), OperationError> {
     let refuse = |name, what: &str| Err(unsupported(name, what).into());
     if !sources.is_empty() {
         return refuse(&input.name, "a pipe must be the only source");
@@ -249,11 +253,12 @@ async fn open_input(
         Format::Raw => {
             let mut raw = RawInput::new(input, options.window.as_ref())?;
             raw.fill_ahead()?;
-            Ok(Some(raw))
+            Ok((Some(raw), None))
         }
         Format::Qcow2 => {
-            sources.push(open_qcow2(input).await?);
-            Ok(None)
+            let (disk, rest) = open_qcow2(input).await?;
+            sources.push(disk);
+            Ok((None, Some(rest)))
         }
         Format::Luks => refuse(&input.name, "an encrypted image cannot be read from a pipe; store it in a file first"),
     }
@@ -361,7 +366,7 @@ impl NewTarget {
             let what = "a header in a file of its own has no contents: create it first";
             return Err(unsupported(&self.image.location.to_string().into(), what).into());
         }
-        let files = self.image.create(unfinished).await?;
+        let files = self.image.create(unfinished, &self.backing.tls).await?;
         let location = &self.image.location;
         // A device keeps its contents, except in an image that says which of them count; so does an export.
         let is_device = |path| fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device());
@@ -385,8 +390,8 @@ impl NewTarget {
             reference.key_secret = Some(SECRET.to_owned());
         }
         // What the backing file refers to was checked when its length was asked for.
-        let (cache, policy) = (self.image.cache, self.backing.policy.clone());
-        let options = OpenOptions { cache, io: self.io, policy, secrets, ..OpenOptions::default() };
+        let (cache, policy, tls) = (self.image.cache, self.backing.policy.clone(), self.backing.tls.clone());
+        let options = OpenOptions { cache, io: self.io, policy, secrets, tls, ..OpenOptions::default() };
         Ok(NamedImage::new(reference, options))
     }
 }
@@ -470,6 +475,9 @@ impl PreparedConversion<'_> {
         };
         if let (Some(bitmaps), Some(source)) = (self.bitmaps, self.sources.first()) {
             bitmaps.copy(&**source, &*target)?;
+        }
+        if let Some(rest) = self.rest {
+            block_on(rest.check())?;
         }
         let finished = block_on(target.close());
         finished.map_err(|source| OperationError::CloseTarget { target: target.name().to_string(), source })?;

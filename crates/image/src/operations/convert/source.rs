@@ -6,6 +6,7 @@ use std::sync::Arc;
 use futures_util::future::try_join_all;
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector, Storage};
+use rustix::io::Errno;
 
 use super::plan::{Content, Span};
 use crate::disk::{BlockStatus, Disk};
@@ -15,6 +16,11 @@ use crate::operations::operation::{DiskOperation, OperationError};
 
 /// Bytes of a sector: a disk whose length is no multiple of it ends with zeros.
 pub(crate) const SECTOR: u64 = 512;
+
+/// Error numbers of storage that is gone as a whole (`ESHUTDOWN`: an NBD server that is shutting down), and of a host
+/// without memory.
+const GONE: [Errno; 7] =
+    [Errno::SHUTDOWN, Errno::NODEV, Errno::NXIO, Errno::STALE, Errno::NOTCONN, Errno::BADF, Errno::NOMEM];
 
 /// Disks, one after the other.
 #[derive(Debug)]
@@ -135,7 +141,11 @@ impl Source {
             match whole {
                 Ok(()) => {}
                 Err(error) if !salvage => return Err(OperationError::at(DiskOperation::Reading, begin)(error)),
-                Err(_) => part.salvage(begin..own_end, place, &mut bad).await,
+                Err(error) if is_salvageable(&error) => {
+                    let done = part.salvage(begin..own_end, place, &mut bad).await;
+                    done.map_err(|(at, error)| OperationError::at(DiskOperation::Reading, at)(error))?;
+                }
+                Err(error) => return Err(OperationError::at(DiskOperation::Reading, begin)(error)),
             }
             Ok(bad)
         });
@@ -151,13 +161,22 @@ impl Source {
 
 impl Part {
     /// Reads what can be read of a range that cannot be read as a whole, half by half. Sectors that cannot be read
-    /// become zeros, and are named in order.
-    async fn salvage(&self, range: Range<u64>, place: impl Fn(u64, u64) -> Buffer, bad: &mut Vec<Range<u64>>) {
+    /// become zeros, and are named in order. Fails where nothing that follows could be read, either.
+    async fn salvage(
+        &self,
+        range: Range<u64>,
+        place: impl Fn(u64, u64) -> Buffer,
+        bad: &mut Vec<Range<u64>>,
+    ) -> Result<(), (u64, ImageError)> {
         // What has not been looked at, the first of it last, and whether it may be readable.
         let mut halves = vec![(range, false)];
         while let Some((range, is_worth_it)) = halves.pop() {
-            if is_worth_it && self.read(range.start, place(range.start, range.end)).await.is_ok() {
-                continue;
+            if is_worth_it {
+                match self.read(range.start, place(range.start, range.end)).await {
+                    Ok(()) => continue,
+                    Err(error) if is_salvageable(&error) => {}
+                    Err(error) => return Err((range.start, error)),
+                }
             }
             let Some(middle) = middle(&range) else {
                 place(range.start, range.end).clear();
@@ -167,10 +186,21 @@ impl Part {
             halves.push((middle..range.end, true));
             halves.push((range.start..middle, true));
         }
+        Ok(())
     }
 
     async fn read(&self, at: u64, into: Buffer) -> Result<(), ImageError> {
         self.disk.read(GuestOffset(self.start + (at - self.range.start)), IoVector::from(into)).await
+    }
+}
+
+/// Whether the source itself reports that it cannot read this: what else it has can still be read. A source that is
+/// gone, such as a server whose connection is lost, reports nothing: all of the rest would become zeros.
+pub(crate) fn is_salvageable(error: &ImageError) -> bool {
+    match error {
+        ImageError::Corrupt { .. } | ImageError::Truncated { .. } => true,
+        ImageError::Storage(error) => Errno::from_io_error(&error.source).is_some_and(|number| !GONE.contains(&number)),
+        _ => false,
     }
 }
 

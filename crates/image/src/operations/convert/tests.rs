@@ -196,6 +196,17 @@ fn what_can_be_read_is_saved_and_the_rest_named() {
 }
 
 #[test]
+fn a_source_that_is_lost_is_not_saved_as_zeros() {
+    for (bad, lost) in [(20480..21504, 40960..41472), (20480..21504, 20992..21504), (60000..60001, 0..512)] {
+        let source = TestDisk::dirty(65536).breaking(bad).losing(lost);
+        let sources: Vec<Arc<dyn Disk>> = vec![Arc::new(source)];
+        let options = ConvertOptions { salvage: true, ..small() };
+        let error = block_on(convert(&sources, &TestDisk::zero(65536), &options, &go_on)).unwrap_err();
+        assert!(format!("{error:?}").contains("the connection is lost"), "{error:?}");
+    }
+}
+
+#[test]
 fn one_bad_sector_costs_few_reads() {
     let source = Arc::new(TestDisk::dirty(1 << 20).breaking(500_000..500_001));
     let options = ConvertOptions { salvage: true, chunk_size: 1 << 20, ..small() };

@@ -91,7 +91,7 @@ impl BackingName {
 pub enum RebaseMode {
     /// Contents that the new backing file does not have are copied into the overlay. The new backing file is opened
     /// like this, to be read.
-    Copy(OpenOptions),
+    Copy(Box<OpenOptions>),
     /// Nothing is copied, and no backing file is opened.
     HeaderOnly,
 }

@@ -210,7 +210,7 @@ impl Context {
 
     /// An error if a part of a table does not lie in the file: tables are made whole, and zeros in place of entries
     /// would be contents lost without a word.
-    pub(super) fn admit_table(&self, name: &str, at: HostOffset, part: &Range<HostOffset>) -> Result<(), ImageError> {
+    fn check_table(&self, name: &str, at: HostOffset, part: &Range<HostOffset>) -> Result<(), ImageError> {
         let length = self.file.length()?;
         if part.end.0 <= length {
             return Ok(());
@@ -229,15 +229,23 @@ impl Context {
         Ok(buffer.to_vec())
     }
 
-    /// Reads a part of a table.
+    /// Reads a part of the table at `at`, which is called `name`.
+    ///
+    /// # Errors
+    /// [`ImageError::Corrupt`]: it is not in the file. That is known after the read: what comes through a pipe has no
+    /// length before its end, and a file can be cut off meanwhile.
     pub(super) async fn read_table(
         &self,
         kind: OperationKind,
+        name: &str,
         at: HostOffset,
-        length: u64,
+        part: Range<HostOffset>,
     ) -> Result<Vec<u8>, ImageError> {
+        let length = part.end - part.start;
         self.counters.add(kind, length);
-        self.read_file(at, length).await
+        let bytes = self.read_file(part.start, length).await?;
+        self.check_table(name, at, &part)?;
+        Ok(bytes)
     }
 
     /// Writes a part of a table.

@@ -19,7 +19,7 @@ use super::seams;
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::qcow2::format::compressed::{UnpackFault, unpack};
-use crate::truncation::{TRUNCATED, truncated_to};
+use crate::truncation::truncated_to;
 
 pub(super) struct GuestData {
     context: Arc<Context>,
@@ -86,11 +86,8 @@ impl GuestData {
         if length > last && length >= before {
             return Ok(());
         }
-        Err(ImageError::Corrupt {
-            image: Arc::clone(data.name()),
-            table: format!("contents at {host} of guest offset {at}"),
-            why: format!("the file ends at {length:#x}, before they do; {TRUNCATED}"),
-        })
+        let what = format!("contents at {host} of guest offset {at}");
+        Err(ImageError::Truncated { image: Arc::clone(data.name()), what, end: length })
     }
 
     /// Returns how many bytes the backing image has from `at` on.
@@ -121,18 +118,28 @@ impl GuestData {
         if context.has_data_file() {
             return Err(context.corrupt(named(), "there are none in an image with a data file"));
         }
+        let truncated = |end| {
+            let what = format!("compressed contents at {host} of guest offset {at}");
+            ImageError::Truncated { image: Arc::clone(context.file().name()), what, end }
+        };
         let length = context.file().length()?;
         if host.0 >= length {
-            return Err(context.corrupt(named(), format!("the file ends at {length:#x}, before it; {TRUNCATED}")));
+            return Err(truncated(length));
         }
         let buffer = Buffer::zeroed(to_usize(u64::from(packed)));
         context.file().read(host.0, buffer.clone().into()).await?;
         let cluster = context.geometry().cluster_size();
         let size = to_usize(cluster);
-        let bytes = unpack(context.compression(), &buffer.to_vec(), size).map_err(|fault| match fault {
+        let (bytes, taken) = unpack(context.compression(), &buffer.to_vec(), size).map_err(|fault| match fault {
             UnpackFault::Internal(broken) => broken.into(),
             fault => context.corrupt(named(), fault.to_string()),
         })?;
+        // Its last sector need not be whole. But zeros, which are read behind the end of a file, can pass for the rest
+        // of a stream; and where the end is of a pipe is known only now.
+        let length = context.file().length()?;
+        if host.0.saturating_add(taken as u64) > length {
+            return Err(truncated(length));
+        }
         let inside = to_usize(at.within(cluster));
         let wanted = bytes.get(inside..inside.saturating_add(into.len()));
         // Anything less would leave bytes of the buffer as they were, and be taken for the disk's.

@@ -413,7 +413,7 @@ impl Disk for Qcow2 {
         let compression = context.compression();
         Compressor::new(compression, to_usize(context.geometry().cluster_size()), level).ok_or_else(|| {
             let (name, highest) = (compression.name(), compression.highest_level());
-            context.unsupported(format!("a level of {name} compression must be 1 to {highest}"))
+            context.unsupported(format!("compression level {}: {name} takes 1 to {highest}", level.unwrap_or_default()))
         })
     }
 

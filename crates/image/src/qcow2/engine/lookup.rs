@@ -63,19 +63,27 @@ impl Kind {
     }
 }
 
+/// Entries of clusters that follow each other.
+pub(super) trait Entries: Iterator<Item = Result<L2Entry, ImageError>> {
+    /// Skips those that continue the last one, at most `most`: the same, but for their place, which is a cluster
+    /// further each time. Returns how many.
+    fn skip_continued(&mut self, most: u64) -> u64;
+}
+
 /// Returns the extent that begins at `at`: bytes up to `end` of one kind that are contiguous, by the entries of their
 /// clusters; `None` without entries.
 pub(super) fn extent(
     geometry: &Geometry,
     at: GuestOffset,
     end: GuestOffset,
-    mut entries: impl Iterator<Item = Result<L2Entry, ImageError>>,
+    mut entries: impl Entries,
 ) -> Result<Option<Extent>, ImageError> {
+    let cluster = geometry.cluster_size();
     let mut found: Option<Extent> = None;
     let mut pos = at;
     while pos < end {
         let Some(entry) = entries.next().transpose()? else { break };
-        let cluster_end = (pos.align_down(geometry.cluster_size()).saturating_add(geometry.cluster_size())).min(end);
+        let cluster_end = (pos.align_down(cluster).saturating_add(cluster)).min(end);
         while pos < cluster_end {
             let next = extent_in_cluster(geometry, entry, pos, cluster_end);
             match &mut found {
@@ -89,6 +97,14 @@ pub(super) fn extent(
                 Some(_) => return Ok(found),
             }
             pos += next.length;
+            // The usual image: long runs of clusters that need not be understood one by one.
+            if let (true, Some(extent)) = (next.length == cluster, &mut found)
+                && !matches!(next.kind, Kind::Compressed { .. })
+            {
+                let more = entries.skip_continued((end - pos) / cluster) * cluster;
+                extent.length += more;
+                pos += more;
+            }
         }
     }
     Ok(found)
@@ -137,9 +153,26 @@ mod tests {
         L2Entry::Standard { host: Some(HostOffset(host)), copied: true, what }
     }
 
+    /// Entries that are understood one by one.
+    struct EachOne<I>(I);
+
+    impl<'a, I: Iterator<Item = &'a L2Entry>> Iterator for EachOne<I> {
+        type Item = Result<L2Entry, ImageError>;
+
+        fn next(&mut self) -> Option<Self::Item> {
+            self.0.next().copied().map(Ok)
+        }
+    }
+
+    impl<'a, I: Iterator<Item = &'a L2Entry>> Entries for EachOne<I> {
+        fn skip_continued(&mut self, _most: u64) -> u64 {
+            0
+        }
+    }
+
     fn found(geometry: &Geometry, entries: &[L2Entry], bytes: std::ops::Range<u64>) -> Extent {
         let first = usize::try_from(bytes.start / CLUSTER).unwrap();
-        let entries = entries.iter().skip(first).copied().map(Ok);
+        let entries = EachOne(entries.iter().skip(first));
         extent(geometry, GuestOffset(bytes.start), GuestOffset(bytes.end), entries).unwrap().unwrap()
     }
 

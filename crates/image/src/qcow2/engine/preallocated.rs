@@ -13,7 +13,7 @@ use super::context::Context;
 use super::header_owner::HeaderOwner;
 use crate::disk::BlockStatus;
 use crate::error::ImageError;
-use crate::holes::{alike, inside, taken};
+use crate::holes::{inside, taken};
 use crate::offset::HostOffset;
 use crate::qcow2::format::header::Header;
 use crate::qcow2::format::refcount_array;
@@ -48,11 +48,11 @@ impl Preallocated {
         if !*self.known.get_or_init(|| self.is_preallocated()).await {
             return Ok((length, BlockStatus::Data));
         }
-        let (alike, is_zero) = alike(&**self.context.data(), &(host.0..host.0.saturating_add(length)))?;
-        if !is_zero {
-            return Ok((alike, BlockStatus::Data));
+        let run = self.context.data().first_run(host.0..host.0.saturating_add(length))?;
+        if !run.is_zero {
+            return Ok((run.length, BlockStatus::Data));
         }
-        Ok(match inside(&**self.context.data(), host.0, alike, self.context.geometry().cluster_size())? {
+        Ok(match inside(&**self.context.data(), host.0, run.length, self.context.geometry().cluster_size())? {
             0 => (length, BlockStatus::Data),
             alike => (alike, BlockStatus::Preallocated),
         })

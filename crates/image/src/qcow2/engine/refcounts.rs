@@ -190,8 +190,8 @@ impl Refcounts {
         }
         let size = 1 << self.context.slice_bits();
         let block = slice.align_down(self.context.geometry().cluster_size());
-        self.context.admit_table("refcount block", block, &(slice..slice.saturating_add(size)))?;
-        let bytes = self.context.read_table(OperationKind::RefcountRead, slice, size).await?;
+        let part = slice..slice.saturating_add(size);
+        let bytes = self.context.read_table(OperationKind::RefcountRead, "refcount block", block, part).await?;
         self.cache.lock().slots.entry(slice).or_insert(Slot { bytes, dirty: false });
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt;
-use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_u64, to_usize};
 use limosa_storage::Buffer;
 
 use super::allocator::Allocator;
@@ -18,7 +18,7 @@ use super::context::Context;
 use super::counters::OperationKind;
 use super::l1::{CapturedBlock, L1, L1Fault};
 use super::locks::{Rank, RankedMutex};
-use super::lookup::{Extent, Lookup, extent};
+use super::lookup::{Entries, Extent, Lookup, extent};
 use super::pool::Run;
 use super::seams;
 use super::shared_future::SharedFuture;
@@ -26,7 +26,7 @@ use super::slice::SharedWord;
 use super::slices::{CapturedSlice, Full, Slices};
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, GuestOffset, HostOffset};
-use crate::qcow2::format::entry::{L1Entry, L2Entry};
+use crate::qcow2::format::entry::{L1Entry, L2Entry, OFFSET};
 use crate::qcow2::format::geometry::L1Index;
 use crate::qcow2::format::journal::EntryChange;
 
@@ -166,16 +166,50 @@ impl Tables {
         })
     }
 
-    fn entries<'a, W: Word>(
-        &'a self,
-        words: &'a [W],
-        mut address: EntryAddress,
-    ) -> impl Iterator<Item = Result<L2Entry, ImageError>> + 'a {
-        std::iter::from_fn(move || {
-            let entry = (address.word < words.len()).then(|| self.entry(words, address))?;
-            address = self.next(address);
-            Some(entry)
-        })
+    const fn entries<'a, W: Word>(&'a self, words: &'a [W], address: EntryAddress) -> SliceEntries<'a, W> {
+        SliceEntries { tables: self, words, address }
+    }
+}
+
+/// Entries of a slice's words.
+struct SliceEntries<'a, W> {
+    tables: &'a Tables,
+    words: &'a [W],
+    /// The next one.
+    address: EntryAddress,
+}
+
+impl<W: Word> Iterator for SliceEntries<'_, W> {
+    type Item = Result<L2Entry, ImageError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let entry = (self.address.word < self.words.len()).then(|| self.tables.entry(self.words, self.address))?;
+        self.address = self.tables.next(self.address);
+        Some(entry)
+    }
+}
+
+impl<W: Word> Entries for SliceEntries<'_, W> {
+    fn skip_continued(&mut self, most: u64) -> u64 {
+        let context = &self.tables.context;
+        let each = context.words_of_entry();
+        let Some((before, following)) = self.words.split_at_checked(self.address.word) else { return 0 };
+        let value = |entry: &[W], at: usize| entry.get(at).map(W::get);
+        let last = before.rchunks_exact(each).next();
+        let Some((last, first)) = last.and_then(|last| Some((last, value(last, 0)?))) else { return 0 };
+        let further = if first & OFFSET == 0 { 0 } else { context.geometry().cluster_size() };
+        let mut expected = first;
+        let continued = following.chunks_exact(each).take(to_usize(most)).take_while(|entry| {
+            expected = expected.wrapping_add(further);
+            let is_next = value(entry, 0) == Some(expected) && value(entry, 1) == value(last, 1);
+            // A sum that reaches the flags is another entry.
+            is_next && (expected ^ first) & !OFFSET == 0
+        });
+        let count = continued.count();
+        self.address.word += count * each;
+        // A slice has few.
+        self.address.number = self.address.number.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
+        to_u64(count)
     }
 }
 
@@ -290,8 +324,8 @@ impl Tables {
         let mut words: Box<[u64]> = if is_new {
             vec![0; to_usize(size / 8)].into()
         } else {
-            self.context.admit_table("L2 table", table, &(slice..slice.saturating_add(size)))?;
-            let bytes = self.context.read_table(OperationKind::L2Read, slice, size).await?;
+            let part = slice..slice.saturating_add(size);
+            let bytes = self.context.read_table(OperationKind::L2Read, "L2 table", table, part).await?;
             bytes.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect()
         };
         while let Err(Full(back)) = self.slices.insert(slice, words) {
@@ -368,8 +402,8 @@ impl Tables {
     async fn copy_table(&self, from: HostOffset, to: HostOffset, runs: Vec<Run>) -> Result<(), ImageError> {
         let length = self.context.geometry().cluster_size();
         let copy = async {
-            self.context.admit_table("L2 table", from, &(from..from.saturating_add(length)))?;
-            let bytes = self.context.read_table(OperationKind::L2Read, from, length).await?;
+            let whole = from..from.saturating_add(length);
+            let bytes = self.context.read_table(OperationKind::L2Read, "L2 table", from, whole).await?;
             self.context.write_table(OperationKind::L2Write, to, Buffer::from_slice(&bytes).into()).await
         };
         let copied = copy.await;

@@ -25,21 +25,22 @@ pub(in crate::qcow2) enum UnpackFault {
     Internal(#[from] BrokenInvariant),
 }
 
-/// Decompresses `packed` to exactly `cluster` bytes.
+/// Decompresses `packed` to exactly `cluster` bytes. Returns them, and how many bytes of `packed` they were.
 pub(in crate::qcow2) fn unpack(
     compression: Compression,
     packed: &[u8],
     cluster: usize,
-) -> Result<Vec<u8>, UnpackFault> {
+) -> Result<(Vec<u8>, usize), UnpackFault> {
     let mut bytes = vec![0; cluster];
-    let got = match compression {
+    let (got, taken) = match compression {
         Compression::Zlib => inflate(packed, &mut bytes),
         Compression::Zstd => zstd(packed, &mut bytes),
     }?;
-    if got == cluster { Ok(bytes) } else { Err(UnpackFault::Short { got, cluster }) }
+    if got == cluster { Ok((bytes, taken)) } else { Err(UnpackFault::Short { got, cluster }) }
 }
 
-fn inflate(packed: &[u8], into: &mut [u8]) -> Result<usize, UnpackFault> {
+/// Returns how many bytes it made, and of how many.
+fn inflate(packed: &[u8], into: &mut [u8]) -> Result<(usize, usize), UnpackFault> {
     let mut stream = Decompress::new(false);
     loop {
         let (taken, made) = (stream.total_in(), stream.total_out());
@@ -52,12 +53,13 @@ fn inflate(packed: &[u8], into: &mut [u8]) -> Result<usize, UnpackFault> {
         let status = stream.decompress(rest, room, FlushDecompress::Finish).map_err(UnpackFault::Zlib)?;
         let stuck = (stream.total_in(), stream.total_out()) == (taken, made);
         if status == Status::StreamEnd || full || stuck {
-            return Ok(to_usize(stream.total_out()));
+            return Ok((to_usize(stream.total_out()), to_usize(stream.total_in())));
         }
     }
 }
 
-fn zstd(packed: &[u8], into: &mut [u8]) -> Result<usize, UnpackFault> {
+/// Returns how many bytes it made, and of how many.
+fn zstd(packed: &[u8], into: &mut [u8]) -> Result<(usize, usize), UnpackFault> {
     let mut stream = Decoder::new().map_err(UnpackFault::Zstd)?;
     stream.set_parameter(DParameter::WindowLogMax(ZSTD_WINDOW)).map_err(UnpackFault::Zstd)?;
     let mut input = InBuffer::around(packed);
@@ -67,7 +69,7 @@ fn zstd(packed: &[u8], into: &mut [u8]) -> Result<usize, UnpackFault> {
         let more = stream.run(&mut input, &mut output).map_err(UnpackFault::Zstd)?;
         // A cluster may be several frames, one after the other, so its end is where it is full.
         if output.pos() == output.capacity() || (input.pos(), output.pos()) == before {
-            return Ok(output.pos());
+            return Ok((output.pos(), input.pos()));
         }
         if more == 0 {
             stream.reinit().map_err(UnpackFault::Zstd)?;
@@ -97,7 +99,11 @@ mod tests {
         {
             assert!(unpack(compression, &packed[..packed.len() / 2], cluster.len()).is_err());
             packed.extend([0xa5; 400]);
-            assert!(unpack(compression, &packed, cluster.len()).unwrap() == cluster);
+            let (bytes, taken) = unpack(compression, &packed, cluster.len()).unwrap();
+            assert!(bytes == cluster && taken <= packed.len());
+            // What is behind the end is not taken.
+            let longer = [&packed[..], &[0x55; 1000]].concat();
+            assert_eq!(unpack(compression, &longer, cluster.len()).unwrap().1, taken);
         }
     }
 
@@ -107,7 +113,7 @@ mod tests {
         for (compression, packed) in
             [(Compression::Zlib, deflated(&bomb)), (Compression::Zstd, zstd::encode_all(&bomb[..], 3).unwrap())]
         {
-            assert_eq!(unpack(compression, &packed, 512).unwrap(), [0; 512]);
+            assert_eq!(unpack(compression, &packed, 512).unwrap().0, [0; 512]);
         }
     }
 
@@ -115,7 +121,7 @@ mod tests {
         #[test]
         fn garbage_is_a_cluster_or_an_error(packed: Vec<u8>, zlib: bool) {
             let compression = if zlib { Compression::Zlib } else { Compression::Zstd };
-            if let Ok(bytes) = unpack(compression, &packed, 4096) {
+            if let Ok((bytes, _)) = unpack(compression, &packed, 4096) {
                 prop_assert_eq!(bytes.len(), 4096);
             }
         }

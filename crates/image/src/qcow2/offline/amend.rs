@@ -56,13 +56,15 @@ pub async fn change_version(file: &dyn Storage, version: u32, options: CheckOpti
     replace_header(file, &old, new).await
 }
 
-/// Checks that an image can become one of version 2. `refcount_bits`: the width that its refcounts get before.
+/// Checks that an image can become one of version 2. `refcount_bits` and `size`: the width that its refcounts get
+/// before, and the length of its disk.
 ///
 /// # Errors
 /// As of [`change_version`].
 pub(crate) async fn check_downgrade(
     file: &dyn Storage,
     refcount_bits: Option<u32>,
+    size: Option<u64>,
     options: CheckOptions,
 ) -> Result<(), ImageError> {
     let header = sound(file, options).await?;
@@ -73,7 +75,8 @@ pub(crate) async fn check_downgrade(
     if header.version < 3 {
         return Ok(());
     }
-    refuse_newer(file, &header, order, options).await?;
+    let resized = Header { size: size.unwrap_or(header.size), ..header.clone() };
+    refuse_newer(file, &resized, order, options).await?;
     if has_zero_clusters(file, &header, options).await? {
         let report = check(file, options).await?;
         if report.corruptions > 0 || report.check_errors > 0 {
@@ -122,6 +125,7 @@ pub async fn change_refcount_bits(file: &dyn Storage, bits: u32, options: CheckO
     }
     // The flags of entries say what refcounts say now, leaks included: the new ones are counted without them.
     let mut header = clean(file, options).await?;
+    header.prepare_autoclear(file, true).await?;
     rebuild_as(file, &mut header, order, options).await
 }
 
@@ -152,6 +156,7 @@ pub async fn change_lazy_refcounts(file: &dyn Storage, lazy: bool, options: Chec
     if header.features.lazy_refcounts() == lazy {
         return Ok(());
     }
+    header.prepare_autoclear(file, true).await?;
     header.features.compatible ^= Features::LAZY_REFCOUNTS;
     header.write_fields(file).await?;
     Ok(file.flush().await?)
@@ -265,9 +270,14 @@ mod tests {
         let old = MemoryStorage::with_contents(image(&usual().version(2)), 16 << 20);
         assert!(block_on(change_lazy_refcounts(&old, true, CheckOptions::default())).is_err());
         block_on(change_version(&old, 3, CheckOptions::default())).unwrap();
+        // Bits that we do not know are cleared by who writes.
+        let mut unknown = header(&old.contents());
+        unknown.features.autoclear |= 1 << 9;
+        block_on(unknown.write_fields(&old)).unwrap();
         for lazy in [true, true, false] {
             block_on(change_lazy_refcounts(&old, lazy, CheckOptions::default())).unwrap();
-            assert_eq!(header(&old.contents()).features.lazy_refcounts(), lazy);
+            let features = header(&old.contents()).features;
+            assert_eq!((features.lazy_refcounts(), features.autoclear), (lazy, 0));
         }
     }
 }

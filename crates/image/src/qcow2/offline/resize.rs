@@ -1,17 +1,18 @@
 //! Making an image's disk longer or shorter.
 //!
 //! Law: the header's size changes last when the disk grows, and after the entries behind the new end are gone when it
-//! shrinks. New tables have refcounts before anything refers to them. A cut at any write leaves a whole image of one
-//! size or the other; of one that was to shrink, what lies behind the new end may be zeros already; bitmaps may be
-//! lost.
+//! shrinks. New tables have refcounts before anything refers to them. A growth that fails is undone. A cut at any write
+//! leaves a whole image of one size or the other; of one that was to shrink, what lies behind the new end may be zeros
+//! already; bitmaps may be lost.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use limosa_page::{broken_invariant, to_usize};
 use limosa_storage::{Storage, ZeroOptions};
 
 use super::check::extend::{extend, release};
-use super::check::{CheckOptions, Repair, fit_bitmaps, repair, repair_with, tables};
+use super::check::{CheckOptions, Repair, discard_free, fit_bitmaps, repair, repair_with, tables};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::luks::EncryptedStorage;
@@ -48,7 +49,7 @@ setters!(ResizeOptions { shrink: bool, preallocation: Preallocation, check: Chec
 /// [`ImageError::Unsupported`]: shorter without [`ResizeOptions::shrink`]; sizes that are no multiple of 512; images of
 /// version 2 with snapshots, images with bitmaps that were not put away, corrupt images. What the storage says: if
 /// there is no space for the preallocation ([`ResizeOptions::preallocation`]) the disk keeps its length, and the space
-/// taken until then is leaked; [`repair`] with [`Repair::Leaks`] gives it back.
+/// taken until then is given back.
 pub async fn resize(parts: ImageParts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
     let ImageParts { file, data_file, backing, mut header, cipher, .. } = parts;
     if header.features.dirty() && !header.features.corrupt() {
@@ -60,24 +61,31 @@ pub async fn resize(parts: ImageParts, size: u64, options: ResizeOptions) -> Res
     if size == old {
         return Ok(());
     }
+    let data_length = data_file.as_ref().map(|data_file| data_file.length()).transpose()?;
     header.prepare_autoclear(&*file, true).await?;
     let bitmaps = fit_bitmaps::lay_aside(&*file, &mut header, size).await?;
     let parts = ImageParts::new(Arc::clone(&file), header).data_file(data_file.clone());
     let parts = parts.backing(backing).cipher(cipher);
-    if size < old {
-        shrink(parts, size).await?;
+    let mut resized = if size < old {
+        shrink(parts, size).await
     } else if options.preallocation == Preallocation::Off && !parts.header.features.raw_data_file() {
-        let disk = in_use(parts).await?;
-        disk.grow(size).await?;
-        disk.close().await?;
+        grow_in_use(parts, size).await
     } else {
-        grow(parts, size, options.preallocation).await?;
+        grow(parts, size, options.preallocation).await
+    };
+    if bitmaps && resized.is_ok() {
+        resized = match Header::read(&*file).await {
+            Ok(mut header) => fit_bitmaps::put_back(&*file, &mut header, old).await,
+            Err(error) => Err(error),
+        };
     }
-    let mut header = Header::read(&*file).await?;
-    if bitmaps {
-        fit_bitmaps::put_back(&*file, &mut header, old).await?;
+    if let Err(error) = resized {
+        // Best effort: why it failed is the better error. Bitmaps that cannot be put back are lost.
+        let _ = undo(&*file, data_file.as_deref().zip(data_length), old..size, bitmaps, options).await;
+        return Err(error);
     }
     if size < old {
+        let header = Header::read(&*file).await?;
         cut_off(&*file, data_file.as_deref(), &header, options).await?;
     }
     Ok(())
@@ -99,6 +107,46 @@ fn refuse(storage: &dyn Storage, header: &Header, size: u64, options: ResizeOpti
 /// The image as a disk, which takes no more space than it needs.
 async fn in_use(parts: ImageParts) -> Result<Arc<Qcow2>, ImageError> {
     Qcow2::open(parts, Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() }).await
+}
+
+/// Makes the disk longer, with no space for what is new.
+async fn grow_in_use(parts: ImageParts, size: u64) -> Result<(), ImageError> {
+    let disk = in_use(parts).await?;
+    disk.grow(size).await?;
+    disk.close().await
+}
+
+/// Gives back what a growth that failed has taken; of any resize, bitmaps are put back. The range: from the old size to
+/// the new one. `bitmaps` were laid aside. `data_file`: with its length before.
+async fn undo(
+    storage: &dyn Storage,
+    data_file: Option<(&dyn Storage, u64)>,
+    Range { start: old, end: new }: Range<u64>,
+    bitmaps: bool,
+    options: ResizeOptions,
+) -> Result<(), ImageError> {
+    let mut header = Header::read(storage).await?;
+    if header.size > old {
+        header.size = old;
+        header.write_fields(storage).await?;
+        storage.flush().await?;
+    }
+    if bitmaps {
+        // Until then their clusters belong to nothing.
+        let other = if header.size == old { new } else { old };
+        fit_bitmaps::put_back(storage, &mut header, other).await?;
+    }
+    // What was cut off of a disk that was to become shorter is gone. Refcounts of an image that is marked as dirty are
+    // stale: the next open rebuilds them.
+    if header.size != old || new < old || header.features.dirty() {
+        return Ok(());
+    }
+    cut_tables(storage, &mut header, old).await?;
+    storage.flush().await?;
+    if let Some((data_file, length)) = data_file.filter(|(file, before)| file.length().is_ok_and(|now| now > *before)) {
+        data_file.set_len(length).await?;
+    }
+    cut_off_file(storage, &header, options.check).await
 }
 
 /// Makes the disk longer, with space for what is new.
@@ -200,7 +248,7 @@ impl Growth<'_> {
         &self,
         header: &mut Header,
         number: u64,
-        part: std::ops::Range<u64>,
+        part: Range<u64>,
         how: Preallocation,
     ) -> Result<(), ImageError> {
         let geometry = header.geometry();
@@ -266,7 +314,7 @@ impl Growth<'_> {
 }
 
 /// Writes zeros.
-async fn zeros(storage: &dyn Storage, range: std::ops::Range<u64>) -> Result<(), ImageError> {
+async fn zeros(storage: &dyn Storage, range: Range<u64>) -> Result<(), ImageError> {
     let zeros = vec![0; 1 << 20];
     for from in range.clone().step_by(1 << 20) {
         let length = to_usize(range.end - from).min(zeros.len());
@@ -300,6 +348,15 @@ async fn shrink(parts: ImageParts, size: u64) -> Result<(), ImageError> {
         disk.close().await?;
         Header::read(storage).await?
     };
+    cut_tables(storage, &mut header, size).await?;
+    storage.flush().await?;
+    header.size = size;
+    header.write_fields(storage).await?;
+    Ok(storage.flush().await?)
+}
+
+/// Removes the entries of all that is behind a size.
+async fn cut_tables(storage: &dyn Storage, header: &mut Header, size: u64) -> Result<(), ImageError> {
     let geometry = header.geometry();
     // L2 tables that are only about what goes.
     let kept = geometry.l1_entries(size);
@@ -313,12 +370,9 @@ async fn shrink(parts: ImageParts, size: u64) -> Result<(), ImageError> {
     // The table of the new last cluster.
     let clusters = geometry.clusters(size);
     if !size.is_multiple_of(geometry.l2_covers()) {
-        cut_table(storage, &mut header, kept - 1, clusters % geometry.l2_entries()).await?;
+        cut_table(storage, header, kept - 1, clusters % geometry.l2_entries()).await?;
     }
-    storage.flush().await?;
-    header.size = size;
-    header.write_fields(storage).await?;
-    Ok(storage.flush().await?)
+    Ok(())
 }
 
 /// Gives back what is behind the new end.
@@ -342,6 +396,9 @@ pub(super) async fn cut_off_file(
     options: CheckOptions,
 ) -> Result<(), ImageError> {
     let report = repair(storage, Repair::Leaks, options).await?;
+    if report.is_clean() {
+        discard_free(storage, options).await?;
+    }
     let end = report.image_end_offset.max(header.geometry().cluster_size());
     // Where it cannot be cut off, as on a block device, it stays: the image is whole either way.
     if storage.length()? > end && report.is_clean() {

@@ -10,9 +10,10 @@ use limosa_page::{to_u64, to_usize};
 use limosa_storage::Storage;
 
 use super::check::extend::{extend, release};
-use super::check::{CheckOptions, Repair, admit_header, repair, tables};
+use super::check::{CheckOptions, Repair, admit_header, discard_free, repair, tables};
 use crate::error::ImageError;
 use crate::offset::HostOffset;
+use crate::qcow2::format::bitmap_directory;
 use crate::qcow2::format::entry::COPIED;
 use crate::qcow2::format::header::{Header, SNAPSHOTS_MOST};
 use crate::qcow2::format::snapshot_choice::SnapshotChoice;
@@ -40,7 +41,8 @@ pub enum SnapshotChange {
 ///
 /// # Errors
 /// [`ImageError::NeedsRepair`]: it is damaged; [`ImageError::Unsupported`]: there is no such snapshot, there are too
-/// many, the name is too long, its refcounts are too small, or its contents are in a data file; what the storage says.
+/// many, the name is too long, its refcounts are too small, its contents are in a data file, or a snapshot is applied
+/// while it has bitmaps; what the storage says.
 pub async fn change_snapshots(
     storage: &dyn Storage,
     change: &SnapshotChange,
@@ -141,20 +143,17 @@ impl<'a> Work<'a> {
 
     async fn apply(&mut self, choice: &SnapshotChoice) -> Result<(), ImageError> {
         self.refuse_data_file()?;
+        self.refuse_bitmaps().await?;
         let snapshot = self.entries.get(self.find(choice)?).map(|entry| entry.snapshot.clone());
         let Some(Snapshot { l1, disk_size, .. }) = snapshot else { return Ok(()) };
         let geometry = self.header.geometry();
         let size = disk_size.unwrap_or(self.header.size);
-        if size != self.header.size && self.header.bitmaps().is_some() {
-            return Err(self.unsupported("its bitmaps are of another length than the snapshot: remove them".into()));
-        }
         let needed = geometry.l1_entries(size);
         let too_long = || self.unsupported(format!("its snapshot with {choice} has {size} bytes, which no disk has"));
         let entries = u32::try_from(needed).map_err(|_| too_long())?.max(l1.1);
         if i64::try_from(size).is_err() || l1.0.0.saturating_add(u64::from(l1.1) * 8) > self.storage.length()? {
             return Err(too_long());
         }
-        // The disk's contents change, which bitmaps that follow it do not.
         self.header.prepare_autoclear(self.storage, false).await?;
         let copy = self.copy_l1(l1, entries).await?;
         self.switch(|header| (header.l1, header.size) = (copy, size)).await?;
@@ -239,7 +238,9 @@ impl<'a> Work<'a> {
 
     /// Gives back what nothing refers to any more, and has flags say which clusters are not shared any more.
     async fn give_back(&self) -> Result<(), ImageError> {
-        repair(self.storage, Repair::Refcounts, self.options).await?;
+        if repair(self.storage, Repair::Refcounts, self.options).await?.is_clean() {
+            discard_free(self.storage, self.options).await?;
+        }
         Ok(())
     }
 
@@ -248,6 +249,19 @@ impl<'a> Work<'a> {
             return Err(self.unsupported("snapshots of an image with a data file are not supported".into()));
         }
         Ok(())
+    }
+
+    /// Refuses bitmaps, as QEMU does: none of them would say what differs between the disk before and after.
+    async fn refuse_bitmaps(&self) -> Result<(), ImageError> {
+        let bitmaps = bitmap_directory::read(self.storage, &self.header).await?;
+        if bitmaps.is_empty() {
+            return Ok(());
+        }
+        let names: Vec<_> = bitmaps.iter().map(|bitmap| format!("{:?}", bitmap.name)).collect();
+        let noun = if names.len() == 1 { "bitmap" } else { "bitmaps" };
+        let (names, it) = (names.join(", "), if names.len() == 1 { "it" } else { "them" });
+        Err(self
+            .unsupported(format!("a snapshot cannot be applied while the image has {noun} {names}: remove {it} first")))
     }
 
     pub(super) fn unsupported(&self, what: String) -> ImageError {

@@ -43,8 +43,9 @@ impl<'a> VmStateWriter<'a> {
         let mut work = Work::begin(storage, options).await?;
         work.admit_new(name)?;
         if work.header.encryption != Encryption::None {
-            // A state that is not encrypted would be decrypted by who loads it, and gives away the guest's memory.
-            return Err(work.unsupported("it is encrypted, and the state of a VM cannot be put into it".into()));
+            // In the clear it would give away the guest's memory; encrypted, QEMU 10.0 fails an assertion when it loads
+            // it (savevm fails there, too).
+            return Err(work.unsupported("it is encrypted, and QEMU cannot load the state of a VM from it".into()));
         }
         work.prepare(true).await?;
         Ok(Self { work, runs: Vec::new(), written: 0, pending: Vec::new(), length: 0 })

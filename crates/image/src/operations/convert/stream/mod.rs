@@ -21,7 +21,7 @@ use crate::error::ImageError;
 use crate::probe::{Format, Guess, LOOKED_AT, guess};
 pub(super) use output::OutputImage;
 pub(crate) use output::wanted_clusters;
-pub(super) use qcow2_input::open_qcow2;
+pub(super) use qcow2_input::{PipeRest, open_qcow2};
 pub(super) use raw_input::{Piece, RawInput};
 
 /// Bytes that come in order, once: a pipe that is read.

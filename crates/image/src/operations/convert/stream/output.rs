@@ -98,7 +98,9 @@ impl OutputImage {
                     return refuse(what);
                 }
                 let Some(source) = source else {
-                    return refuse("tables are in front of contents that come from a pipe, and have to describe them");
+                    return refuse(
+                        "it begins with tables that describe its contents, and a raw pipe is read only once",
+                    );
                 };
                 let wanted = wanted_clusters(source, options, &name).await?;
                 let image = StreamedImage::new(&(**options).clone().size(len), &wanted, &name)?;

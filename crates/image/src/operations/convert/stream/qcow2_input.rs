@@ -26,12 +26,14 @@ const WINDOW: u64 = 64 << 20;
 /// Bytes that are read at once.
 const CHUNK: u64 = 1 << 20;
 
-/// Opens the image in a stream.
+/// Opens the image in a stream. What it has behind its contents is read when they are.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: it refers to another file, or is encrypted; what is wrong with the image; the stream
 /// cannot be read.
-pub(in crate::operations::convert) async fn open_qcow2(stream: InputStream) -> Result<Arc<dyn Disk>, ImageError> {
+pub(in crate::operations::convert) async fn open_qcow2(
+    stream: InputStream,
+) -> Result<(Arc<dyn Disk>, PipeRest), ImageError> {
     let storage = Arc::new(PipeStorage::new(stream));
     let header = Header::read(&*storage).await?;
     let refuse = |what: &str| Err(unsupported(storage.name(), format!("{what}, so it cannot be read from a pipe")));
@@ -52,8 +54,29 @@ pub(in crate::operations::convert) async fn open_qcow2(stream: InputStream) -> R
     storage.keep_front(l1_end);
     let tables_end = last_table(&*storage, &header).await?.saturating_add(header.geometry().cluster_size());
     storage.keep_front(if tables_end <= FRONT_MOST { tables_end.max(l1_end) } else { l1_end });
+    // If the stream has ended, its length is known now: an L1 table that was cut off is refused as in a file.
+    let header = Header::read(&*storage).await?;
     let parts = ImageParts::new(Arc::clone(&storage) as Arc<dyn Storage>, header);
-    Ok(Qcow2::open(parts, Qcow2Options::default().read_only(true)).await?)
+    Ok((Qcow2::open(parts, Qcow2Options::default().read_only(true)).await?, PipeRest(storage)))
+}
+
+/// The rest of an image from a pipe, behind its contents: snapshots, bitmaps, space.
+#[derive(Debug)]
+pub(in crate::operations::convert) struct PipeRest(Arc<PipeStorage>);
+
+impl PipeRest {
+    /// Reads the stream to its end. Who writes it is not ended by a signal then, and an image that was cut off behind
+    /// its contents is noticed.
+    ///
+    /// # Errors
+    /// The stream cannot be read, or ends within the image.
+    pub(in crate::operations::convert) async fn check(self) -> Result<(), ImageError> {
+        {
+            let mut state = self.0.state.lock();
+            self.0.advance(&mut state, u64::MAX)?;
+        }
+        Header::read(&*self.0).await.map(drop)
+    }
 }
 
 /// The bytes of a stream that are kept.

@@ -284,8 +284,7 @@ pub(super) fn zero_parts(context: &Context, range: &Range<HostOffset>) -> Vec<Ra
     }
     let extents = context.data().extents(range.start.0..range.end.0).unwrap_or_default();
     for extent in extents.into_iter().filter(|extent| extent.kind.is_zero()) {
-        // Extents may reach further; what is there can change at any time.
-        let (start, end) = (HostOffset(extent.range.start), HostOffset(extent.range.end).min(range.end));
+        let (start, end) = (HostOffset(extent.range.start), HostOffset(extent.range.end));
         match zeros.last_mut() {
             Some(last) if last.end >= start => last.end = last.end.max(end),
             _ => zeros.push(start..end),

@@ -23,6 +23,7 @@ mod counts;
 mod examine;
 pub(in crate::qcow2) mod extend;
 pub(in crate::qcow2) mod fit_bitmaps;
+mod free_space;
 mod rebuild;
 pub(in crate::qcow2) mod references;
 mod repair;
@@ -37,6 +38,7 @@ mod walk;
 mod zero_clusters;
 
 pub(in crate::qcow2) use ahead::admit_header;
+pub(in crate::qcow2) use free_space::discard_free;
 pub(in crate::qcow2) use rebuild::rebuild_as;
 pub(crate) use repair::repair_with;
 pub use repair::{repair, repair_encrypted};
@@ -128,6 +130,11 @@ struct Compared {
     highest: u64,
 }
 
+/// `1 reference`, `2 references`.
+fn references(count: u64) -> String {
+    if count == 1 { "1 reference".into() } else { format!("{count} references") }
+}
+
 /// Compares the refcounts of a window with what was counted.
 async fn compare(
     image: &Image<'_>,
@@ -160,7 +167,7 @@ async fn compare(
                 compared.wrong = true;
                 compared.rebuild |= !block.is_in(image.bounds.file);
                 let kind = if kept > counted { FindingKind::Leak } else { FindingKind::Corruption };
-                findings.note(kind, 1, || (place(), format!("refcount {kept}, and {counted} references")));
+                findings.note(kind, 1, || (place(), format!("has {}, but a refcount of {kept}", references(counted))));
             }
         }
     }
