@@ -5,6 +5,8 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result};
+use limosa_page::to_usize;
+use limosa_storage::testing::SeededRandom;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::raw::Mapping;
@@ -50,10 +52,10 @@ impl Mixture {
     pub(crate) fn new() -> Self {
         const SYLLABLES: [&str; 16] =
             ["an", "ber", "co", "de", "er", "fi", "ing", "ka", "lo", "men", "no", "ra", "st", "ti", "un", "ver"];
-        let mut random = Random(0x9e37_79b9_7f4a_7c15);
+        let mut random = SeededRandom::new(0);
         let mut word = |_| {
             let syllables = 1 + random.below(4);
-            (0..syllables).flat_map(|_| SYLLABLES[random.below(16)].bytes()).collect()
+            (0..syllables).flat_map(|_| random.choose(&SYLLABLES).bytes()).collect()
         };
         Self { words: (0..2048).map(&mut word).collect() }
     }
@@ -61,25 +63,24 @@ impl Mixture {
     /// Fills a piece of the disk `seed`, the one with this number.
     pub(crate) fn fill(&self, seed: u64, number: u64, into: &mut [u8]) {
         into.fill(0);
-        let mut random = Random::of(seed, number);
+        let mut random = random_of(seed, number);
         // One piece of eight is of another kind than its stretch.
-        let which =
-            if random.below(8) == 0 { random.next() } else { Random::of(seed, u64::MAX - number / STRETCH).next() };
+        let which = if random.one_in(8) { random.bits() } else { random_of(seed, u64::MAX - number / STRETCH).bits() };
         match which % 16 {
             0..3 => {}
             3..9 => self.text(&mut random, into),
             9..12 => table(&mut random, into),
             12..14 => code(&mut random, into),
-            _ => into.as_chunks_mut::<8>().0.iter_mut().for_each(|word| *word = random.next().to_le_bytes()),
+            _ => into.as_chunks_mut::<8>().0.iter_mut().for_each(|word| *word = random.bits().to_le_bytes()),
         }
     }
 
     /// Words, frequent ones more often, in lines.
-    fn text(&self, random: &mut Random, into: &mut [u8]) {
+    fn text(&self, random: &mut SeededRandom, into: &mut [u8]) {
         let (mut at, mut column) = (0, 0);
         while at < into.len() {
             let rank = random.below(2048) * random.below(2048) / 2048;
-            let word = self.words.get(rank).map_or(&[][..], Vec::as_slice);
+            let word = self.words.get(to_usize(rank)).map_or(&[][..], Vec::as_slice);
             let length = word.len().min(into.len() - at);
             into[at..at + length].copy_from_slice(&word[..length]);
             at += length;
@@ -94,51 +95,33 @@ impl Mixture {
 }
 
 /// Records of 32 bytes: a growing number, a small one, a hash, flags, and nothing.
-fn table(random: &mut Random, into: &mut [u8]) {
-    let mut growing = random.next() >> 32;
+fn table(random: &mut SeededRandom, into: &mut [u8]) {
+    let mut growing = random.bits() >> 32;
     for record in into.as_chunks_mut::<32>().0 {
-        growing += random.next() % 512;
+        growing += random.bits() % 512;
         record[..8].copy_from_slice(&growing.to_le_bytes());
-        record[8] = random.next().to_le_bytes()[0] & 15;
-        record[12..16].copy_from_slice(&random.next().to_le_bytes()[..4]);
-        record[16] = 1 << (random.next() % 4);
+        record[8] = random.bits().to_le_bytes()[0] & 15;
+        record[12..16].copy_from_slice(&random.bits().to_le_bytes()[..4]);
+        record[16] = 1 << (random.bits() % 4);
     }
 }
 
 /// Instructions of 1 to 6 bytes: few codes, and operands that are mostly small.
-fn code(random: &mut Random, into: &mut [u8]) {
+fn code(random: &mut SeededRandom, into: &mut [u8]) {
     let mut at = 0;
     while at < into.len() {
-        let choice = random.next();
+        let choice = random.bits();
         let [kind, small, operand @ ..] = choice.to_le_bytes();
         let bytes = [kind & 0x3f, kind >> 6, small & 0x1f, operand[0], operand[1] & 3, 0];
-        let length = (1 + random.below(6)).min(into.len() - at);
+        let length = to_usize(1 + random.below(6)).min(into.len() - at);
         into[at..at + length].copy_from_slice(&bytes[..length]);
         at += length;
     }
 }
 
-/// Numbers that look random, the same for the same seed.
-struct Random(u64);
-
-impl Random {
-    fn of(seed: u64, number: u64) -> Self {
-        let mut this = Self(seed.wrapping_mul(0xd129_0b5d_7f4a_7c15) ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        // The first ones of seeds next to each other are alike.
-        (0..4).for_each(|_| _ = this.next());
-        this
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (usize::try_from(self.next() >> 33).unwrap_or(0)) % end
-    }
+/// The numbers of a piece: those of the next piece are others.
+fn random_of(seed: u64, number: u64) -> SeededRandom {
+    SeededRandom::new(SeededRandom::new(seed).bits() ^ number)
 }
 
 #[cfg(test)]

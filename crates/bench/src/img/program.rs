@@ -12,7 +12,8 @@ use crate::measure::{Measured, Stopwatch};
 use crate::options::Options;
 use crate::process::{OneCore, Process};
 
-pub(super) const LIMOSA: &str = "limosa";
+pub(super) use crate::serve::servers::LIMOSA;
+
 pub(super) const STOCK: &str = "qemu-img";
 
 /// The most memory that a process had at a time, in KiB.

@@ -44,13 +44,19 @@ fn percent(part: u64, whole: u64) -> f64 {
     part * 100.0 / whole
 }
 
+/// `1 corruption`, `2 corruptions`.
+fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
 /// Describes the state of an image for people. `in_use`: a writer has it, and no damage is certain.
 fn lines(report: &CheckReport, in_use: bool) -> Vec<String> {
     let mut lines = Vec::new();
     if report.leaks_fixed > 0 || report.corruptions_fixed > 0 {
         lines.push(format!(
-            "Repaired: {} leaked clusters, {} corruptions. The image as it is now:",
-            report.leaks_fixed, report.corruptions_fixed
+            "Repaired: {}, {}. The image as it is now:",
+            count(report.leaks_fixed, "leaked cluster"),
+            count(report.corruptions_fixed, "corruption")
         ));
     }
     if report.is_clean() {
@@ -59,13 +65,13 @@ fn lines(report: &CheckReport, in_use: bool) -> Vec<String> {
     if report.corruptions > 0 {
         let found = if report.corruptions == 1 { "error was" } else { "errors were" };
         let what = if in_use { NOT_CERTAIN } else { "data may be lost, and writing to it can lose more." };
-        lines.push(format!("{} {found} found on the image: {what}", report.corruptions));
+        lines.push(format!("{} {found} found in the image: {what}", report.corruptions));
     }
     if report.leaks > 0 {
         lines.push(match report.leaks {
-            leaks if in_use => format!("{leaks} leaked clusters were found on the image: {NOT_CERTAIN}"),
-            1 => "1 leaked cluster was found on the image: it costs space, no data.".to_owned(),
-            leaks => format!("{leaks} leaked clusters were found on the image: they cost space, no data."),
+            leaks if in_use => format!("{leaks} leaked clusters were found in the image: {NOT_CERTAIN}"),
+            1 => "1 leaked cluster was found in the image: it costs space, no data.".to_owned(),
+            leaks => format!("{leaks} leaked clusters were found in the image: they cost space, no data."),
         });
     }
     if report.check_errors > 0 {
@@ -198,6 +204,8 @@ mod tests {
         assert_eq!(lines(&with(|report| report.image_end_offset = 7), false).len(), 2);
         let one = lines(&faulty(1, 1, 1), false);
         assert!(one[0].starts_with("1 error was") && one[1].starts_with("1 leaked cluster was"), "{one:?}");
+        let repaired = lines(&with(|report| (report.leaks_fixed, report.corruptions_fixed) = (2, 1)), false);
+        assert!(repaired[0].starts_with("Repaired: 2 leaked clusters, 1 corruption. "), "{repaired:?}");
         let bad = faulty(2, 3, 4);
         let uncertain = lines(&bad, true);
         assert!(uncertain[..2].iter().all(|line| line.ends_with(NOT_CERTAIN)), "{uncertain:?}");

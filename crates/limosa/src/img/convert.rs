@@ -6,11 +6,11 @@ use limosa_image::chain::OpenOptions;
 use limosa_image::convert::{
     self, Compress, ConvertCounters, ConvertRequest, ConvertTarget, InputStream, NewTarget, ResumeOptions, Streams,
 };
-use limosa_image::{Format, OperationError};
+use limosa_image::{Format, ImageError, OperationError};
 use limosa_storage::{CacheMode, Io, LockPolicy, block_on};
 use serde_json::json;
 
-use super::create::new_image;
+use super::create::{compression, new_image};
 use super::format_options::FormatOptions;
 use super::interrupt::{self, UNFINISHED};
 use super::meter::{self, Meter};
@@ -43,28 +43,31 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         request.sources.clear();
     }
     let streams = Streams::new(input, output.map(|output| output.stream));
-    let prepared = block_on(request.prepare_streams(streams, &UNFINISHED)).map_err(cause)?;
+    let failed = |error| incomplete(broken_bitmap(cause(error)));
+    let prepared = block_on(request.prepare_streams(streams, &UNFINISHED)).map_err(failed)?;
     if let Some(image) = prepared.target() {
         open::warn(&target(options), image);
     }
     if options.resume {
-        interrupt::keep(format!("{}: the same command continues the copy", options.name));
+        interrupt::keep(format!("{}: interrupted; run the same command to continue", options.name));
     }
-    if let Some(at) = prepared.resumed_at() {
+    if let Some(at) = prepared.resumed_at().filter(|_| !options.quiet) {
         let length = prepared.length().unwrap_or(at);
         say_named!("{}: continuing the interrupted copy at {at} of {length} bytes", options.name);
     }
     for name in prepared.skipped_bitmaps() {
-        say_named!("bitmap {name:?} was not stored by who used it: it is not copied");
+        say_named!("bitmap {name:?} is inconsistent (it was in use and not stored): it is not copied");
     }
     let length = prepared.length();
     let meter = Meter::new("convert", shown(options), options.quiet, options.rate);
     let continued = |error: anyhow::Error| {
         if options.resume { error.context("not complete; the same command continues the copy") } else { error }
     };
-    let counters = prepared.run(&|progress| meter.note(progress)).map_err(cause).map_err(continued)?;
+    let counters = prepared.run(&|progress| meter.note(progress)).map_err(failed).map_err(continued)?;
     drop(meter);
-    warn(&counters);
+    if !options.quiet {
+        warn(&counters);
+    }
     report(&counters, length, options.json, is_stdout);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
@@ -109,8 +112,14 @@ fn pipes(options: &mut ConvertOptions) -> anyhow::Result<(Option<InputStream>, O
     }
     if output.is_some() {
         let name = &options.name;
+        if options.compress {
+            let pipe = if name.0 == "-" { "stdout".into() } else { name.to_string() };
+            anyhow::bail!(
+                "-c: {pipe} gets the tables first, before it is known where compressed clusters go; name a file, or omit \
+                 -c"
+            );
+        }
         let reasons = [
-            (options.compress, "-c", "where compressed clusters are is known only when all of them are compressed"),
             (options.bitmaps.is_some(), "--bitmaps", "bitmaps are not written to a pipe"),
             (options.out_of_order, "-W", "a pipe is written in order"),
             (options.resume, "--resume", "what was written to a pipe cannot be continued"),
@@ -134,6 +143,28 @@ pub(super) fn cause(error: OperationError) -> anyhow::Error {
     match error {
         OperationError::Image(error) => error.into(),
         error => error.into(),
+    }
+}
+
+/// Adds the option that leaves out a bitmap which cannot be copied.
+fn broken_bitmap(error: anyhow::Error) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(ImageError::InconsistentBitmap { .. }) => anyhow::anyhow!("{error}, or add --skip-broken-bitmaps"),
+        _ => error,
+    }
+}
+
+/// Describes damage of an image from a pipe: it cannot be checked there.
+fn incomplete(error: anyhow::Error) -> anyhow::Error {
+    let found = error.chain().find_map(|cause| cause.downcast_ref::<ImageError>());
+    match found {
+        Some(ImageError::Truncated { image, what, end }) if &**image == "stdin" => {
+            anyhow::anyhow!("stdin ended at byte {end}, before the {what}; the stream is incomplete")
+        }
+        Some(found @ ImageError::Corrupt { image, .. }) if &**image == "stdin" => {
+            anyhow::anyhow!("{found}; the stream is incomplete or damaged")
+        }
+        _ => error,
     }
 }
 
@@ -191,6 +222,9 @@ fn check(options: &ConvertOptions) -> anyhow::Result<()> {
             options.sparse_size
         );
     }
+    if options.resume && options.target.cache == CacheMode::Unsafe {
+        anyhow::bail!("-t unsafe cannot be used with --resume, whose journal must be durable; use writeback");
+    }
     if options.no_create && !options.target.options.is_empty() {
         anyhow::bail!("-o and -n exclude each other: -o applies to a new target, -n uses an existing one");
     }
@@ -246,6 +280,7 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     }
     if options.compress {
         refuse_uncompressed(&options.name, &format)?;
+        check_level(options.compress_level, &format)?;
     }
     match (format.path("backing_file"), format.text("backing_fmt")) {
         (Some(backing), Some(_)) if options.sources.len() > 1 => anyhow::bail!(
@@ -263,9 +298,9 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     let backing = OpenOptions::default()
         .cache(target.cache)
         .lock(if force_share { LockPolicy::None } else { LockPolicy::Auto })
-        .policy(open::policy(first.is_some_and(|source| source.untrusted)))
-        .secrets(object::secrets());
-    Ok(NewTarget::new(new_image(&options.name, target.cache, &format)?, io(target.cache), backing))
+        .policy(open::policy(first.is_some_and(|source| source.untrusted)));
+    let image = new_image(&options.name, target.cache, &format)?;
+    Ok(NewTarget::new(image, io(target.cache), object::usable(backing)))
 }
 
 /// Refuses a new target that cannot be compressed, before it is created.
@@ -284,6 +319,17 @@ fn refuse_uncompressed(name: &Name, format: &FormatOptions) -> anyhow::Result<()
         anyhow::bail!("{name}: -c and -o preallocation exclude each other");
     }
     Ok(())
+}
+
+/// Refuses a level that the method of compression does not have.
+fn check_level(level: Option<u8>, format: &FormatOptions) -> anyhow::Result<()> {
+    let method = compression(format)?;
+    match level {
+        Some(level) if level == 0 || level > method.highest_level() => {
+            anyhow::bail!("--compress-level {level}: {} takes 1 to {}", method.name(), method.highest_level())
+        }
+        _ => Ok(()),
+    }
 }
 
 fn warn(counters: &ConvertCounters) {

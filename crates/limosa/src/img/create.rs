@@ -34,8 +34,7 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     {
         // Only its length is read, so another process may write it meanwhile; with qemu-img it may, too.
         let open = OpenOptions::default().lock(LockPolicy::None).policy(open::policy(options.untrusted));
-        let open = open.secrets(object::secrets());
-        let length = block_on(backing.length(&open)).map_err(|error| {
+        let length = block_on(backing.length(&object::usable(open))).map_err(|error| {
             let line = format!(
                 "{}: backing file: {}; to create the image without it, use -u and give a size",
                 options.name,
@@ -55,7 +54,7 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     if !options.quiet {
         print_out!("Formatting '{}', {}", options.name, format.line());
     }
-    block_on(image.create(&UNFINISHED))?.keep();
+    block_on(image.create(&UNFINISHED, &object::tls()))?.keep();
     Ok(ExitCode::SUCCESS)
 }
 
@@ -194,6 +193,15 @@ pub(crate) fn version(format: &FormatOptions) -> anyhow::Result<Option<u32>> {
     })
 }
 
+/// The method of compression of a qcow2 image.
+pub(crate) fn compression(format: &FormatOptions) -> anyhow::Result<Compression> {
+    Ok(match format.text("compression_type") {
+        None | Some("zlib") => Compression::Zlib,
+        Some("zstd") => Compression::Zstd,
+        Some(other) => anyhow::bail!("-o compression_type: {other:?} must be zlib or zstd"),
+    })
+}
+
 fn qcow2_options(
     format: &FormatOptions,
     size: u64,
@@ -201,11 +209,7 @@ fn qcow2_options(
 ) -> anyhow::Result<qcow2::CreateOptions> {
     let usual = qcow2::CreateOptions::default();
     let version = version(format)?.unwrap_or(usual.version);
-    let compression = match format.text("compression_type") {
-        None | Some("zlib") => Compression::Zlib,
-        Some("zstd") => Compression::Zstd,
-        Some(other) => anyhow::bail!("-o compression_type: {other:?} must be zlib or zstd"),
-    };
+    let compression = compression(format)?;
     let refcount_bits = match format.number("refcount_bits") {
         Some(bits) => u32::try_from(bits).context("-o refcount_bits")?,
         None => usual.refcount_bits,

@@ -111,6 +111,9 @@ const AMEND_QCOW2: [Known; 12] = [
     known("data_file", Kind::Text, "External data file for the contents: not supported"),
 ];
 
+/// Options that qemu-img amends, or refuses by name, and limosa refuses.
+const NOT_AMENDED: [&str; 3] = ["backing_file", "backing_fmt", "data_file"];
+
 /// In the order of the printed line.
 const AMEND_LUKS: [Known; 5] = [
     known("state", Kind::Text, STATE),
@@ -302,7 +305,9 @@ impl FormatOptions {
 
     /// The text of `-o help`.
     pub(crate) fn help(&self) -> String {
-        let mut known: Vec<_> = self.known.iter().collect();
+        let is_amended = !self.creating.is_empty();
+        let mut known: Vec<_> =
+            self.known.iter().filter(|known| !is_amended || !NOT_AMENDED.contains(&known.name)).collect();
         known.sort_by_key(|known| known.name);
         let mut help = format!("{} {} options:", self.title, self.format);
         for Known { name, kind, what, usual } in known {

@@ -49,10 +49,13 @@ pub(crate) fn listen() -> anyhow::Result<()> {
     let wait = move || {
         if let Some(signal) = signals.forever().next() {
             // Held to the end: no file is created any more.
-            let _removed = UNFINISHED.remove_all();
+            let done = UNFINISHED.remove_all();
             meter::end_line();
             if let Some(line) = KEPT.get() {
                 say_named!("{line}");
+            } else if !done.removed().is_empty() {
+                let names: Vec<_> = done.removed().iter().map(|path| path.display().to_string()).collect();
+                say_named!("interrupted; removed {}", names.join(", "));
             }
             process::exit(ENDED_BY + signal);
         }

@@ -66,7 +66,7 @@ fn end_without_memory(bytes: usize) -> ! {
         program::name(),
         for_people(limit)
     );
-    // There is nobody left to report a failure to.
+    // The process ends now: a failure cannot be reported any more.
     let _ = rustix::io::write(std::io::stderr(), line.as_bytes());
     drop(removed);
     process::exit(status)

@@ -32,7 +32,7 @@ pub(super) struct Look<T> {
 /// # Errors
 /// Those of `look`.
 pub(super) fn look<T>(source: &Source, look: impl Fn(&NamedImage) -> anyhow::Result<T>) -> anyhow::Result<Look<T>> {
-    let mut image = open::resolve(source)?;
+    let mut image = open::resolve_file(source)?;
     let error = match look(&image) {
         Ok(found) => return Ok(Look { found, in_use: false }),
         Err(error) => error,

@@ -13,6 +13,7 @@ use limosa_nbd::{ContextExtent, NbdStorage};
 use limosa_storage::{Storage, block_on};
 
 use super::looking::{Look, look, uncertain};
+use super::open;
 use super::options::MapOptions;
 use limosa_console::{check_stdout, print_out};
 
@@ -59,7 +60,7 @@ impl Run {
     /// Describes the range for people; nothing if it has no contents.
     ///
     /// # Errors
-    /// The contents are compressed, so they have no plain location.
+    /// The contents are compressed or encrypted, so they have no plain location.
     fn line(&self) -> anyhow::Result<Option<String>> {
         match (self.what.kind, &self.what.host) {
             (kind, _) if kind.is_zero() || self.is_marked => Ok(None),
@@ -67,10 +68,13 @@ impl Run {
                 let [start, length, at] = [self.start, self.what.length, *at].map(number);
                 Ok(Some(format!("{start:<16}{length:<16}{at:<16}{file}")))
             }
-            _ => anyhow::bail!(
-                "the cluster at {} is compressed, so its data has no plain location; use --output json",
-                GuestOffset(self.start)
-            ),
+            (kind, _) => {
+                let how = if kind == BlockStatus::Compressed { "compressed" } else { "encrypted" };
+                anyhow::bail!(
+                    "the contents at {} are {how}, so they have no plain location; use --output json",
+                    GuestOffset(self.start)
+                )
+            }
         }
     }
 }
@@ -134,7 +138,7 @@ fn each_in_context(
 
 pub(crate) fn run(options: &MapOptions) -> anyhow::Result<ExitCode> {
     let Look { found: disk, in_use } =
-        look(&options.source, |image| Ok(block_on(chain::open(&image.reference, &image.options))?))?;
+        look(&options.source, |image| Ok(block_on(chain::open(&image.reference, &open::one_by_one(&image.options)))?))?;
     let start = options.start;
     let end = options.length.map_or(disk.len(), |length| start.saturating_add(length).min(disk.len()));
     let printed = if options.json { print_json(&*disk, start, end) } else { print_lines(&*disk, start, end) };
@@ -211,7 +215,9 @@ mod tests {
         assert_eq!(line(run(0, 1, BlockStatus::Zero, 0, Some(("a", 0)))).unwrap(), None);
         assert_eq!(line(run(0, 1, BlockStatus::Preallocated, 0, Some(("a", 0)))).unwrap(), None);
         assert_eq!(line(run(0, 1, BlockStatus::Unallocated, 0, None)).unwrap(), None);
-        assert!(line(run(0, 1, BlockStatus::Compressed, 0, None)).unwrap_err().to_string().contains("compressed"));
+        for (kind, how) in [(BlockStatus::Compressed, "are compressed"), (BlockStatus::Data, "are encrypted")] {
+            assert!(line(run(0, 1, kind, 0, None)).unwrap_err().to_string().contains(how));
+        }
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub(crate) fn run(options: &MeasureOptions) -> anyhow::Result<ExitCode> {
         Measured::Size(_) => measure_new(&new, NEW)?,
         Measured::Image(source) => {
             let mut named = open::resolve(source)?;
-            named.options.snapshot.clone_from(&options.snapshot);
+            named.options = open::one_by_one(&named.options).snapshot(options.snapshot.clone());
             let measured = async {
                 if options.pipe {
                     return measure_stream(&named, &new, NEW).await;

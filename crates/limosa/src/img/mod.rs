@@ -36,11 +36,14 @@ use std::process::ExitCode;
 use limosa_image::ImageError;
 
 use crate::args::{ImgArgs, ImgCommand};
-use crate::program;
+use crate::program::{self, say_named};
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     // Before there is a limit of memory, which its thread would be the first to reach.
     interrupt::listen()?;
+    if args.trace.is_some() {
+        say_named!("--trace: limosa has no trace events; the option has no effect");
+    }
     if let Some(open) = args.command.open() {
         // 1 would say that two images differ.
         let status = if matches!(args.command, ImgCommand::Compare(_)) { compare::READ } else { 1 };

@@ -1,40 +1,68 @@
-//! The secrets that `--object` defines.
+//! The objects that `--object` defines: what images need besides their names.
 //!
-//! Law: a secret is never printed, and wiped when it is no longer used. Other objects are refused by their kind,
-//! properties that secrets do not have by their name.
+//! Law: a secret is never printed, nor any part of a definition that may be one. Messages name the object and the
+//! property; of values only those that can be nothing else.
+
+mod secret;
+mod tls;
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read as _;
-use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use anyhow::{Context as _, bail};
+use limosa_image::chain::OpenOptions;
 use limosa_image::luks::{Passphrase, Secrets};
-use limosa_image::reference::split_options;
+use limosa_image::reference::{TlsCredentials, split_options};
 use serde_json::Value;
 
-/// The most bytes of a secret in a file.
-const LONGEST: u64 = 1 << 20;
-/// Kinds of objects that only QEMU has a use for.
-const OTHERS: [&str; 9] = [
+use secret::Secret;
+use tls::TlsFolder;
+
+/// The text of `--object help`.
+pub(crate) const HELP: &str = "List of user creatable objects:\n  secret\n  tls-creds-x509";
+
+/// Kinds of objects of QEMU that are not supported.
+const OTHERS: [&str; 12] = [
     "authz-list",
     "authz-list-file",
     "authz-pam",
     "authz-simple",
+    "iothread",
     "main-loop",
     "pr-manager-helper",
     "secret_keyring",
     "thread-context",
     "throttle-group",
+    "tls-creds-anon",
+    "tls-creds-psk",
 ];
 
 /// All that were defined; set once, before a command runs.
-static SECRETS: OnceLock<Secrets> = OnceLock::new();
+static OBJECTS: OnceLock<Objects> = OnceLock::new();
+
+/// Properties of an object, by name.
+type Properties = BTreeMap<String, String>;
+
+/// The objects that were defined, by name.
+#[derive(Debug, Clone, Default)]
+struct Objects {
+    secrets: Secrets,
+    tls: TlsCredentials,
+}
 
 /// Returns the secrets that were defined.
 pub(crate) fn secrets() -> Secrets {
-    SECRETS.get().cloned().unwrap_or_default()
+    OBJECTS.get().map(|objects| objects.secrets.clone()).unwrap_or_default()
+}
+
+/// Returns the TLS credentials that were defined.
+pub(crate) fn tls() -> TlsCredentials {
+    OBJECTS.get().map(|objects| objects.tls.clone()).unwrap_or_default()
+}
+
+/// Lets images use what was defined.
+pub(crate) fn usable(options: OpenOptions) -> OpenOptions {
+    options.secrets(secrets()).tls(tls())
 }
 
 /// Returns the secret that an option names.
@@ -46,23 +74,14 @@ pub(crate) fn named(option: &str, id: &str) -> anyhow::Result<Passphrase> {
     secrets().get(id).cloned().with_context(missing)
 }
 
-/// A secret: `secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64][,keyid=NAME,iv=BASE64]`.
+/// An object as it is defined.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Secret {
-    id: String,
-    source: SecretSource,
-    is_base64: bool,
-    /// The name of the secret that it is encrypted with, and the initialization vector.
-    key: Option<(String, Vec<u8>)>,
+pub(crate) enum Object {
+    Secret(Secret),
+    Tls(TlsFolder),
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum SecretSource {
-    Data(Passphrase),
-    File(PathBuf),
-}
-
-impl Secret {
+impl Object {
     /// Understands a definition, as a list of properties or as JSON.
     ///
     /// # Errors
@@ -70,74 +89,39 @@ impl Secret {
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let mut properties = if text.starts_with('{') { from_json(text)? } else { from_list(text)? };
         let kind = properties.remove("qom-type").ok_or("kind of object not given; write secret,id=NAME,data=TEXT")?;
-        if kind != "secret" {
-            return Err(if OTHERS.contains(&kind.as_str()) {
-                format!("{kind:?}: not used by images; only secret is supported")
-            } else {
-                format!("{kind:?}: unknown kind of object; only secret is supported")
-            });
+        let is_tls = kind == "tls-creds-x509";
+        if !is_tls && kind != "secret" {
+            // A kind that is unknown may be a secret in the wrong place.
+            let other = OTHERS.into_iter().find(|other| *other == kind);
+            let what = other.map_or("unknown kind of object".into(), |kind| format!("{kind} is not supported"));
+            return Err(format!("{what}; only secret and tls-creds-x509 are"));
         }
-        let id = properties.remove("id").ok_or("a secret needs a name: id=NAME")?;
-        let mut letters = id.chars();
-        let begins = letters.next().is_some_and(|first| first.is_ascii_alphabetic());
-        if !begins || !letters.all(|letter| letter.is_ascii_alphanumeric() || "-._".contains(letter)) {
-            return Err(format!("id={id}: must begin with a letter and have only letters, digits, '-', '.' and '_'"));
+        let id = properties.remove("id").ok_or_else(|| format!("{kind} needs a name: id=NAME"))?;
+        if !is_id(&id) {
+            return Err(format!(
+                "{kind}: id=NAME must begin with a letter and have only letters, digits, '-', '.' and '_'"
+            ));
         }
-        let is_base64 = match properties.remove("format").as_deref() {
-            None | Some("raw") => false,
-            Some("base64") => true,
-            Some(other) => return Err(format!("format={other}: must be raw or base64")),
+        let object = if is_tls {
+            Self::Tls(TlsFolder::new(&id, &mut properties)?)
+        } else {
+            Self::Secret(Secret::new(&id, &mut properties)?)
         };
-        let source = match (properties.remove("data"), properties.remove("file")) {
-            (Some(data), None) => SecretSource::Data(Passphrase::new(data.into_bytes())),
-            (None, Some(path)) => SecretSource::File(path.into()),
-            (Some(_), Some(_)) => return Err(format!("secret {id}: data and file exclude each other")),
-            (None, None) => return Err(format!("secret {id}: value not given; use data=TEXT or file=PATH")),
-        };
-        let key = match (properties.remove("keyid"), properties.remove("iv")) {
-            (None, None) => None,
-            (Some(name), Some(iv)) => {
-                let iv = base64(iv.as_bytes()).ok_or_else(|| format!("secret {id}: iv is not valid base64"))?;
-                Some((name, iv.bytes().to_vec()))
+        match properties.keys().next() {
+            None => Ok(object),
+            Some(name) if name.bytes().all(|letter| letter.is_ascii_lowercase() || letter == b'-') => {
+                Err(format!("{kind} {id}: unknown property {name:?}"))
             }
-            (Some(_), None) | (None, Some(_)) => return Err(format!("secret {id}: keyid and iv need each other")),
-        };
-        match properties.keys().next().map(String::as_str) {
-            None => Ok(Self { id, source, is_base64, key }),
-            Some(name) => Err(format!("secret {id}: unknown property {name:?}")),
+            // What follows a comma may be the rest of a secret.
+            Some(_) => Err(format!("{kind} {id}: unknown property; {COMMA}")),
         }
     }
 
-    /// Returns its value. `known`: those that were defined before it.
-    fn value(&self, known: &Secrets) -> anyhow::Result<Passphrase> {
-        let id = &self.id;
-        let stored = match &self.source {
-            SecretSource::Data(text) => text.clone(),
-            SecretSource::File(path) => {
-                // As long as it may get: made longer, it would leave a copy that is not wiped.
-                let length = std::fs::metadata(path).map_or(0, |metadata| metadata.len().min(LONGEST));
-                let mut bytes = Vec::with_capacity(usize::try_from(length)?.saturating_add(64));
-                let read = File::open(path).and_then(|file| file.take(LONGEST + 1).read_to_end(&mut bytes));
-                let stored = Passphrase::new(bytes);
-                read.with_context(|| format!("--object: secret {id}: cannot read {}", path.display()))?;
-                stored
-            }
-        };
-        if stored.bytes().len() as u64 > LONGEST {
-            bail!("--object: secret {id}: longer than {LONGEST} bytes");
+    fn id(&self) -> &str {
+        match self {
+            Self::Secret(secret) => &secret.id,
+            Self::Tls(tls) => &tls.id,
         }
-        let decoded = if self.is_base64 {
-            base64(stored.bytes()).with_context(|| format!("--object: secret {id}: not valid base64"))?
-        } else {
-            stored
-        };
-        let Some((name, iv)) = &self.key else { return Ok(decoded) };
-        let key = known.get(name).with_context(|| format!("--object: secret {id}: no secret {name:?} before it"))?;
-        Passphrase::decrypt(key, iv, decoded.bytes()).with_context(|| {
-            format!(
-                "--object: secret {id}: cannot be decrypted: keyid must name 32 bytes, iv have 16, and both be right"
-            )
-        })
     }
 }
 
@@ -145,63 +129,50 @@ impl Secret {
 ///
 /// # Errors
 /// One is unavailable, or defined twice.
-pub(crate) fn define(secrets: &[Secret]) -> anyhow::Result<()> {
-    if !secrets.is_empty() {
+pub(crate) fn define(objects: &[Object]) -> anyhow::Result<()> {
+    if !objects.is_empty() {
         // A kernel that refuses has none to write, either.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
     }
-    let values = values(secrets)?;
-    SECRETS.set(values).map_err(|_| anyhow::anyhow!("--object: secrets are defined once"))
+    let defined = Objects::of(objects)?;
+    OBJECTS.set(defined).map_err(|_| anyhow::anyhow!("--object: objects are defined once"))
 }
 
-fn values(secrets: &[Secret]) -> anyhow::Result<Secrets> {
-    let mut known = Secrets::default();
-    for secret in secrets {
-        if known.get(&secret.id).is_some() {
-            bail!("--object: duplicate id {}", secret.id);
+impl Objects {
+    fn of(objects: &[Object]) -> anyhow::Result<Self> {
+        let mut known = Self::default();
+        for object in objects {
+            let id = object.id();
+            if known.secrets.get(id).is_some() || known.tls.contains(id) {
+                bail!("--object: duplicate id {id}");
+            }
+            match object {
+                Object::Secret(secret) => known.secrets.insert(id, secret.value(&known.secrets)?),
+                Object::Tls(tls) => known.tls.insert(id, tls.read()?),
+            }
         }
-        known.insert(secret.id.clone(), secret.value(&known)?);
+        Ok(known)
     }
-    Ok(known)
 }
 
-/// Decodes base64, with line ends between its letters; `None`: it is something else.
-fn base64(text: &[u8]) -> Option<Passphrase> {
-    let letters = text.iter().filter(|letter| !b"\r\n".contains(letter));
-    let padding = letters.clone().rev().take_while(|letter| **letter == b'=').count();
-    let count = letters.clone().count();
-    if padding > 2 || !count.is_multiple_of(4) {
-        return None;
-    }
-    let (mut bytes, mut held, mut bits) = (Vec::with_capacity(count / 4 * 3), 0_u32, 0);
-    for letter in letters.take(count - padding) {
-        let value = match letter {
-            b'A'..=b'Z' => letter - b'A',
-            b'a'..=b'z' => letter - b'a' + 26,
-            b'0'..=b'9' => letter - b'0' + 52,
-            b'+' => 62,
-            b'/' => 63,
-            _ => return None,
-        };
-        held = held << 6 | u32::from(value);
-        bits += 6;
-        if bits >= 8 {
-            bits -= 8;
-            let [.., byte] = (held >> bits).to_be_bytes();
-            bytes.push(byte);
-        }
-    }
-    Some(Passphrase::new(bytes))
+/// A reminder for a value that may have a comma.
+const COMMA: &str = "a comma in a value is written twice";
+
+/// Whether an object may have this name.
+fn is_id(text: &str) -> bool {
+    let mut letters = text.chars();
+    let begins = letters.next().is_some_and(|first| first.is_ascii_alphabetic());
+    begins && letters.all(|letter| letter.is_ascii_alphanumeric() || "-._".contains(letter))
 }
 
 /// `KIND,NAME=VALUE,...`; the last value of a name counts.
-fn from_list(text: &str) -> Result<BTreeMap<String, String>, String> {
+fn from_list(text: &str) -> Result<Properties, String> {
     let mut properties = BTreeMap::new();
     for (index, item) in split_options(text).iter().enumerate() {
         let (name, value) = match item.split_once('=') {
             Some(pair) => pair,
             None if index == 0 => ("qom-type", item.as_str()),
-            None => return Err(format!("{item:?}: must be NAME=VALUE")),
+            None => return Err(format!("item {} must be NAME=VALUE; {COMMA}", index + 1)),
         };
         properties.insert(name.to_owned(), value.to_owned());
     }
@@ -209,11 +180,14 @@ fn from_list(text: &str) -> Result<BTreeMap<String, String>, String> {
 }
 
 /// `{"qom-type": KIND, NAME: VALUE, ...}`.
-fn from_json(text: &str) -> Result<BTreeMap<String, String>, String> {
-    let properties: BTreeMap<String, Value> = serde_json::from_str(text).map_err(|error| error.to_string())?;
+fn from_json(text: &str) -> Result<Properties, String> {
+    let properties: BTreeMap<String, Value> = serde_json::from_str(text)
+        .map_err(|error| format!("not valid JSON at line {}, column {}", error.line(), error.column()))?;
     let texts = properties.into_iter().map(|(name, value)| match value {
         Value::String(value) => Ok((name, value)),
-        _ => Err(format!("{name:?}: must be a string")),
+        Value::Bool(value) => Ok((name, if value { "on" } else { "off" }.to_owned())),
+        _ if is_id(&name) => Err(format!("property {name:?} must be a string, or true or false")),
+        _ => Err("a property must be a string, or true or false".into()),
     });
     texts.collect()
 }
@@ -223,20 +197,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_secret_has_a_name_and_a_place() {
-        let secret = |id: &str, source, is_base64| Ok(Secret { id: id.into(), source, is_base64, key: None });
-        let data = |text: &str| SecretSource::Data(Passphrase::new(text.into()));
-        assert_eq!(Secret::parse("secret,id=a,data=b"), secret("a", data("b"), false));
-        assert_eq!(Secret::parse("qom-type=secret,data=x,,y,data=,id=a.b-c_1"), secret("a.b-c_1", data(""), false));
-        assert_eq!(
-            Secret::parse("secret,id=a,file=b,format=base64"),
-            secret("a", SecretSource::File("b".into()), true)
-        );
-        assert_eq!(Secret::parse(r#"{"qom-type":"secret","id":"a","data":"b"}"#), secret("a", data("b"), false));
+    fn objects_are_lists_of_properties_or_json() {
+        let list = Object::parse("secret,id=a.b-c_1,data=x,,y").unwrap();
+        assert_eq!(Object::parse("qom-type=secret,data=b,data=x,,y,id=a.b-c_1"), Ok(list.clone()));
+        assert_eq!(Object::parse(r#"{"qom-type":"secret","id":"a.b-c_1","data":"x,y"}"#), Ok(list));
+        let tls = Object::parse("tls-creds-x509,id=t,dir=pki").unwrap();
+        assert_eq!(Object::parse("tls-creds-x509,id=t,dir=pki,endpoint=client,verify-peer=yes"), Ok(tls.clone()));
+        assert_eq!(Object::parse(r#"{"qom-type":"tls-creds-x509","id":"t","dir":"pki","verify-peer":true}"#), Ok(tls));
     }
 
     #[test]
-    fn what_is_no_secret_is_refused_by_name() {
+    fn what_is_no_object_is_refused_by_name() {
         for (text, says) in [
             ("", "kind of object not given"),
             ("secret", "id=NAME"),
@@ -249,20 +220,53 @@ mod tests {
             ("secret,id=a,data=x,keyid=y", "keyid and iv"),
             ("secret,id=a,data=x,keyid=y,iv=!", "iv is not valid base64"),
             ("id=a,data=x", "kind of object not given"),
-            ("throttle-group,id=a", "not used by images"),
-            ("frob,id=a", "\"frob\": unknown kind"),
-            ("{\"qom-type\":\"secret\",\"id\":7}", "must be a string"),
-            ("{", "EOF"),
+            ("throttle-group,id=a", "throttle-group is not supported"),
+            ("tls-creds-psk,id=a", "only secret and tls-creds-x509"),
+            ("tls-creds-x509,id=a", "dir=PATH"),
+            ("tls-creds-x509,id=a,dir=b,endpoint=server", "endpoint=server"),
+            ("tls-creds-x509,id=a,dir=b,verify-peer=off", "an unverified server could be anyone"),
+            ("tls-creds-x509,id=a,dir=b,priority=NORMAL", "\"priority\""),
+            ("frob,id=a", "unknown kind of object"),
+            ("{\"qom-type\":\"secret\",\"id\":7}", "must be a string, or true or false"),
+            ("{", "not valid JSON at line 1, column 1"),
         ] {
-            let said = Secret::parse(text).unwrap_err();
+            let said = Object::parse(text).unwrap_err();
             assert!(said.contains(says), "{text}: {said}");
         }
     }
 
+    #[test]
+    fn no_part_of_a_secret_is_in_a_message() {
+        for (text, says) in [
+            ("secret,id=s,data=hunter2,bogus=1", "secret s: unknown property \"bogus\""),
+            ("secret,id=s,file=k,data=hunter2", "secret s: data and file exclude each other"),
+            ("secret,id=s,data=hunter2,format=rot13", "secret s: format must be raw or base64"),
+            ("secret,data=hunter2", "secret needs a name: id=NAME"),
+            ("secrt,id=s,data=hunter2", "unknown kind of object"),
+            ("hunter2,id=s", "unknown kind of object"),
+            ("secret,id=s,data=hun,ter2", "item 4 must be NAME=VALUE; a comma in a value is written twice"),
+            ("secret,id=s,data=hun,t3r2=x", "secret s: unknown property; a comma"),
+            ("secret,id=hunter 2,data=x", "id=NAME must begin"),
+            ("secret,id=s,data=x,format=hunter2", "format must be"),
+            ("secret,id=s,data=hunter2,keyid=ter 2,iv=hunter2", "iv is not valid base64"),
+            (r#"{"qom-type":"secret","id":"s","data":"hunter2","format":7}"#, "property \"format\" must be a string"),
+            (r#"{"qom-type":"secret","id":"s","data":"hunter2""#, "not valid JSON"),
+        ] {
+            let said = Object::parse(text).unwrap_err();
+            assert!(said.contains(says), "{text}: {said}");
+            assert!(
+                ["hun", "ter", "t3r2", "rot13"]
+                    .iter()
+                    .all(|part| !said.replace("letters", "").replace("letter", "").contains(part)),
+                "{text}: {said}"
+            );
+        }
+    }
+
     fn value(texts: &[&str]) -> Result<Vec<u8>, String> {
-        let secrets: Vec<_> = texts.iter().map(|text| Secret::parse(text).unwrap()).collect();
-        let values = values(&secrets).map_err(|error| format!("{error:#}"))?;
-        Ok(values.get("a").unwrap().bytes().to_vec())
+        let objects: Vec<_> = texts.iter().map(|text| Object::parse(text).unwrap()).collect();
+        let defined = Objects::of(&objects).map_err(|error| format!("{error:#}"))?;
+        Ok(defined.secrets.get("a").unwrap().bytes().to_vec())
     }
 
     #[test]
@@ -284,7 +288,7 @@ mod tests {
         let key = "secret,id=k,data=kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk";
         let text = "secret,id=a,data=bwakVzuEmD/scXdMC3pwKA==,format=base64,keyid=k,iv=AAAAAAAAAAAAAAAAAAAAAQ==";
         assert_eq!(value(&[key, text]), Ok(b"correct horse".to_vec()));
-        assert!(value(&[text]).unwrap_err().contains("no secret \"k\" before it"));
+        assert!(value(&[text]).unwrap_err().contains("secret a: keyid=k: define secret k with an --object before it"));
         let wrong = "secret,id=k,data=kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkj";
         assert!(value(&[wrong, text]).unwrap_err().contains("cannot be decrypted"));
     }

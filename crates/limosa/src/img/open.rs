@@ -4,6 +4,7 @@
 //! `--untrusted` no file is opened that was not named on the command line.
 
 use std::fmt::Display;
+use std::path::Path;
 use std::sync::Arc;
 
 use limosa_image::Disk;
@@ -11,7 +12,7 @@ use limosa_image::Policy;
 use limosa_image::chain::{self, Image, ImageFile, NamedImage, OpenOptions};
 use limosa_image::qcow2::{CheckReport, Qcow2Options};
 use limosa_image::reference::Reference;
-use limosa_storage::{LockPolicy, block_on};
+use limosa_storage::{Io, LockPolicy, block_on};
 
 use super::object;
 use super::options::Source;
@@ -33,9 +34,25 @@ pub(crate) fn resolve(source: &Source) -> anyhow::Result<NamedImage> {
         .cache(source.cache)
         .io(source.io)
         .lock(if source.force_share { LockPolicy::None } else { LockPolicy::Auto })
-        .policy(policy(source.untrusted))
-        .secrets(object::secrets());
-    Ok(NamedImage::new(reference, options))
+        .policy(policy(source.untrusted));
+    Ok(NamedImage::new(reference, object::usable(options)))
+}
+
+/// As [`resolve`], of an image that is no pipe.
+///
+/// # Errors
+/// As of [`resolve`].
+pub(crate) fn resolve_file(source: &Source) -> anyhow::Result<NamedImage> {
+    if !source.image_opts && source.name.0 == "-" && !Path::new("-").exists() {
+        anyhow::bail!("-: only convert and dd read pipes; store the image in a file first");
+    }
+    resolve(source)
+}
+
+/// For commands that read tables, one after the other: with their small reads, a switch to another thread or a ring
+/// costs more than the read.
+pub(crate) fn one_by_one(options: &OpenOptions) -> OpenOptions {
+    options.clone().io(Io::CallerThread)
 }
 
 /// The files that an image may have opened.
@@ -48,7 +65,7 @@ pub(crate) const fn policy(untrusted: bool) -> Policy {
 /// # Errors
 /// It is not there, is not an image, or refers to a file that must not be opened.
 pub(crate) fn to_read(source: &Source) -> anyhow::Result<Arc<dyn Disk>> {
-    let NamedImage { reference, options, .. } = resolve(source)?;
+    let NamedImage { reference, options, .. } = resolve_file(source)?;
     Ok(block_on(chain::open(&reference, &options))?)
 }
 
@@ -57,7 +74,7 @@ pub(crate) fn to_read(source: &Source) -> anyhow::Result<Arc<dyn Disk>> {
 /// # Errors
 /// As of [`to_read`]; another process has it open.
 pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<Arc<dyn Disk>> {
-    let NamedImage { reference, options, .. } = resolve(source)?;
+    let NamedImage { reference, options, .. } = resolve_file(source)?;
     let image = block_on(chain::open_image(&reference, &options.read_only(false).qcow2(qcow2)))?;
     warn(source, &image);
     Ok(image.as_disk())
@@ -105,6 +122,6 @@ pub(crate) fn warn_of_guess(source: &Source) {
 /// # Errors
 /// It is not there, or looks like a format that limosa does not have.
 pub(crate) fn file(source: &Source, read_only: bool) -> anyhow::Result<ImageFile> {
-    let NamedImage { reference, options, .. } = resolve(source)?;
+    let NamedImage { reference, options, .. } = resolve_file(source)?;
     Ok(block_on(ImageFile::open(&reference, &options.read_only(read_only)))?)
 }

@@ -47,8 +47,7 @@ pub(super) fn input(source: &mut Source) -> anyhow::Result<Option<InputStream>> 
         }
         anyhow::ensure!(!stdin.is_terminal(), "{name}: stdin is a terminal; connect it to a pipe");
         // A closed stdin is the null device, too: an empty disk would replace the target.
-        let is_device = stdin.metadata().is_ok_and(|metadata| metadata.file_type().is_char_device());
-        anyhow::ensure!(!is_device, "{name}: stdin is closed, or a device; connect it to a pipe");
+        anyhow::ensure!(!is_device(&stdin), "{name}: stdin is closed, or a device; connect it to a pipe");
         return Ok(Some(InputStream::new("stdin", format, stdin)));
     }
     let Some(kind) = kind(name) else { return Ok(None) };
@@ -104,11 +103,15 @@ fn is_stream(kind: FileType) -> bool {
     kind.is_fifo() || kind.is_socket() || kind.is_char_device()
 }
 
+/// Whether a descriptor is of a character device.
+fn is_device(stream: &File) -> bool {
+    stream.metadata().is_ok_and(|metadata| metadata.file_type().is_char_device())
+}
+
 /// Whether a stream was closed when the process was started: the runtime opens the null device in its place, for
 /// reading and writing. One that is redirected there is opened for one of them.
 fn was_closed(stream: &File) -> bool {
-    let is_device = stream.metadata().is_ok_and(|metadata| metadata.file_type().is_char_device());
-    is_device && rustix::fs::fcntl_getfl(stream).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::RDWR))
+    is_device(stream) && rustix::fs::fcntl_getfl(stream).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::RDWR))
 }
 
 /// A descriptor of our own for a stream of the process.

@@ -25,7 +25,7 @@ pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
             .io(io(options.backing_cache))
             .lock(if options.force_share { LockPolicy::None } else { LockPolicy::Auto })
             .policy(open::policy(source.untrusted));
-        RebaseMode::Copy(new)
+        RebaseMode::Copy(Box::new(new))
     };
     let mut request = RebaseRequest::new(overlay, options.backing.clone(), mode);
     request.options = limosa_image::rebase::RebaseOptions::default().compress(options.compress);

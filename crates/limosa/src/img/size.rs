@@ -26,7 +26,7 @@ pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
 
 fn parse(text: &str, kind: &str) -> Result<u64, String> {
     let wrong = || format!("{text:?} is not a {kind}: write 512, 64k, 1.5G or 0x10000 (b k M G T P E)");
-    let beyond = || format!("{text:?}: must be at most 8E - 1, {} bytes", i64::MAX);
+    let beyond = || format!("{text} is too large: at most {} bytes (8E - 1)", i64::MAX);
     let size = if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         // A sign would be read as part of the number.
         if digits.is_empty() || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
@@ -62,6 +62,14 @@ fn part(fraction: &str, shift: u32) -> u64 {
         (number * 10 + u128::from(digit.saturating_sub(b'0')), scale * 10)
     });
     u64::try_from(((number << shift) + scale / 2) / scale).unwrap_or(u64::MAX)
+}
+
+/// A limit of memory: less than 1 MiB is not enough for the program itself.
+pub(crate) fn parse_memory(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        size if size >= 1 << 20 => Ok(size),
+        _ => Err(format!("{text}: must be at least 1M, which the program itself needs")),
+    }
 }
 
 /// A size of at least 1 that a request can have.
@@ -152,6 +160,13 @@ mod tests {
         assert_eq!(parse_rate("64k"), Ok(65536));
         assert!(parse_rate("fast").unwrap_err().contains("\"fast\" is not a rate"));
         assert!(parse_size("big").unwrap_err().contains("\"big\" is not a size"));
+    }
+
+    #[test]
+    fn a_limit_of_memory_has_room_for_the_program() {
+        assert_eq!(parse_memory("1M"), Ok(1 << 20));
+        assert!(parse_memory("0").is_err() && parse_memory("1023k").unwrap_err().contains("at least 1M"));
+        assert!(parse_size("8E").unwrap_err().contains("8E is too large: at most 9223372036854775807 bytes"));
     }
 
     #[test]

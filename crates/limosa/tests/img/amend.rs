@@ -200,4 +200,5 @@ fn options_of_qcow2_images_are_amended_as_by_stock_tools() {
     bed.both_refuse(&["amend", "x"], "-o");
     let help = bed.limosa(&["amend", "-f", "qcow2", "-o", "help"]);
     assert!(help.stdout.starts_with("Amend qcow2 options:") && help.stdout.contains("encrypt.new-secret=<str>"));
+    assert!(["backing_f", "data_file"].iter().all(|refused| !help.stdout.contains(refused)), "{help:?}");
 }

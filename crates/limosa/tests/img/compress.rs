@@ -1,5 +1,7 @@
 //! Compressed targets: `convert -c` and `rebase -c`.
 
+use limosa_storage::testing::SeededRandom;
+
 use crate::bed::{Answer, Bed, assert_one_line};
 use crate::convert::images;
 use crate::needs_qemu;
@@ -103,7 +105,8 @@ fn targets_without_compression_and_options_that_do_not_go_with_it_are_refused() 
     }
     for level in ["0", "10"] {
         let words = ["convert", "-c", "--compress-level", level, "-O", "qcow2", "source", "new"];
-        assert_one_line(&bed.limosa(&words).into(), &words, "must be 1 to 9");
+        let says = format!("--compress-level {level}: zlib takes 1 to 9");
+        assert_one_line(&bed.limosa(&words).into(), &words, &says);
         assert!(!bed.path("new").exists());
     }
     for words in [&["-c", "-C", "-O", "qcow2", "source", "new"][..], &["--compress-level", "1", "source", "new"]] {
@@ -125,5 +128,24 @@ fn a_rebase_compresses_what_it_copies() {
         bed.qemu_img(&["check", "-q", "top"]).success();
         bed.qemu_img(&["compare", "-f", "qcow2", "-F", "raw", "top", "seen"]).success();
         assert!(compressed_clusters(&bed, "top") > 10, "{options}");
+    }
+}
+
+#[test]
+fn a_compressed_cluster_that_is_cut_off_is_not_made_up() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let mut chance = SeededRandom::new(3);
+    let text: Vec<u8> = (0..128 << 10).map(|_| *chance.choose(b"abcdefghijklmnop \n")).collect();
+    std::fs::write(bed.path("text"), &text).unwrap();
+    for kind in ["zlib", "zstd"] {
+        let options = format!("compression_type={kind}");
+        bed.qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", &options, "text", "whole"]).success();
+        let whole = std::fs::read(bed.path("whole")).unwrap();
+        for cut in (520..6000).step_by(548) {
+            std::fs::write(bed.path("image"), &whole[..whole.len() - cut]).unwrap();
+            let ended = Answer::from(bed.limosa(&["convert", "-f", "qcow2", "-O", "raw", "image", "back"]));
+            assert_eq!((ended.status, bed.path("back").exists()), (Some(1), false), "{kind} {cut}: {ended:?}");
+        }
     }
 }

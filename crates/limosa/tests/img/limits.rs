@@ -56,8 +56,17 @@ fn of_compare_a_limit_does_not_look_like_a_verdict() {
 #[test]
 fn a_limit_that_is_none_is_bad_usage() {
     let bed = Bed::new();
-    for words in [&["info", "--limit-memory", "x", "x"][..], &["info", "--limit-time", "0", "x"]] {
+    for (words, says) in [
+        (&["info", "--limit-memory", "x", "x"][..], "is not a size"),
+        (&["info", "--limit-memory", "0", "x"], "must be at least 1M"),
+        (&["info", "--limit-memory", "1000k", "x"], "must be at least 1M"),
+        (&["info", "--limit-time", "0", "x"], "0"),
+    ] {
         let ours = Answer::from(bed.limosa(words));
         assert_eq!((ours.status, ours.stdout.as_str()), (Some(1), ""), "{ours:?}");
+        assert!(ours.stderr.contains(says), "{ours:?}");
     }
+    std::fs::write(bed.path("disk"), [1; 4096]).unwrap();
+    // A bare number is seconds.
+    bed.limosa(&["info", "--limit-time", "100", "--limit-memory", "64M", "-f", "raw", "disk"]).success();
 }

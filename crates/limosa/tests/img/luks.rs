@@ -50,7 +50,7 @@ fn images_of_stock_tools_are_described_as_stock_tools_do() {
             if form == "json" {
                 bed.both_tell(&map);
             } else {
-                bed.both_refuse(&map, "x");
+                bed.both_refuse(&map, "are encrypted, so they have no plain location; use --output json");
             }
         }
     }
@@ -142,8 +142,11 @@ fn encrypted_qcow2_images_of_stock_tools_are_read_and_described() {
         let compare = [&["compare"], &SECRET[..], &["--image-opts", "driver=qcow2,file.filename=disk", image]].concat();
         assert_eq!(bed.both_say(&compare).stdout, "Images are identical.\n");
         bed.both_tell(&[&["map", "--output", "json"], &SECRET[..], &["--image-opts", image]].concat());
+        bed.both_refuse(&[&["map"], &SECRET[..], &["--image-opts", image]].concat(), "are encrypted");
         bed.both_say(&[&["check"], &SECRET[..], &["--image-opts", image]].concat());
-        bed.both_refuse(&["convert", "-O", "raw", "x", "y"], "no secret was given");
+        let says =
+            "no secret was given for it; give one: --object secret,id=s,file=FILE --image-opts driver=qcow2,encrypt.";
+        bed.both_refuse(&["convert", "-O", "raw", "x", "y"], says);
         let wrong = ["convert", "--object", "secret,id=s,data=no", "-O", "raw", "--image-opts", image, "y"];
         bed.both_refuse(&wrong, "does not open any key slot");
     }
@@ -333,7 +336,7 @@ fn a_wrong_passphrase_and_bad_options_are_one_line() {
     refused("secret,id=s,data=incorrect", opts("x"), "x: cannot be decrypted: the passphrase does not open");
     refused("secret,id=t,data=correct horse", opts("x"), "there is no secret \"s\"");
     refused("secret,id=s,data=correct horse", "driver=luks,file.filename=x", "no secret was given");
-    bed.both_refuse(&["convert", "-O", "raw", "x", "y"], "no secret was given");
+    bed.both_refuse(&["convert", "-O", "raw", "x", "y"], "--image-opts driver=luks,key-secret=s,file.filename=IMAGE\n");
     for (options, says) in [
         ("iter-time=10", "key-secret"),
         ("key-secret=t", "no such secret"),
@@ -465,7 +468,7 @@ fn a_header_of_its_own_is_not_taken_for_a_disk() {
     bed.both_refuse(&with_secret(&["convert", "-O", "raw", "--image-opts", opts("header"), "y"]), "header");
     let sized = [&create[..], &["3M"]].concat();
     let refused = bed.limosa(&with_secret(&sized));
-    assert!(refused.stderr.contains("a detached header has no size"), "{}", refused.stderr);
+    assert!(refused.stderr.contains("the image is the header alone: omit the size"), "{}", refused.stderr);
     let convert = with_secret(&["convert", "-O", "luks", "-o", "key-secret=s,detached-header=on", "x", "y"]);
     let refused = bed.limosa(&convert);
     assert!(refused.stderr.contains("y: a header in a file of its own has no contents"), "{}", refused.stderr);

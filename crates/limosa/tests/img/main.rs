@@ -23,6 +23,7 @@ mod luks;
 mod map;
 mod measure;
 mod nbd;
+mod nbd_tls;
 mod old_aes;
 mod pipe;
 mod rebase;

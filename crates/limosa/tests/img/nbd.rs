@@ -1,5 +1,6 @@
 //! Images at NBD servers: stock's, nbdkit's and limosa's own.
 
+use std::io::Read as _;
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use crate::bed::{Answer, Bed, assert_one_line};
 use crate::needs_qemu;
 
 /// A server, ended when dropped.
-struct Server(Program);
+pub(crate) struct Server(pub(crate) Program);
 
 impl Drop for Server {
     fn drop(&mut self) {
@@ -28,7 +29,7 @@ fn start(name: &'static str, command: Command, socket: &Path) -> Server {
 }
 
 /// `qemu-nbd WORDS` for several clients.
-fn qemu_nbd(bed: &Bed, socket: &str, words: &[&str]) -> Server {
+pub(crate) fn qemu_nbd(bed: &Bed, socket: &str, words: &[&str]) -> Server {
     let mut command = Command::new("qemu-nbd");
     command.args(["-t", "-e", "8", "-k"]).arg(bed.path(socket)).args(words).current_dir(bed.path(""));
     start("qemu-nbd", command, &bed.path(socket))
@@ -46,7 +47,7 @@ fn uri(bed: &Bed, socket: &str) -> String {
 }
 
 /// An image with data, zeros, and what was never written.
-fn filled(bed: &Bed) {
+pub(crate) fn filled(bed: &Bed) {
     bed.create(&["-f", "qcow2", "disk", "64M"]);
     bed.qemu_io("disk", &["write -q -P 1 0 1M", "write -q -P 2 9M 100k", "write -q -z 20M 1M", "write -q -P 3 63M 1M"]);
 }
@@ -284,6 +285,58 @@ fn servers_without_structured_replies_are_understood() {
     let failed = Answer::from(bed.limosa(&["convert", "-O", "raw", &uri(&bed, "d"), "out"]));
     assert_one_line(&failed, &["convert"], "cannot read nbd+unix:");
     assert!(!bed.path("out").exists());
+}
+
+/// Forwards one connection, and ends it after `most` bytes of the server.
+fn cut_off(front: &Path, server: PathBuf, most: u64) {
+    let listener = UnixListener::bind(front).unwrap();
+    thread::spawn(move || {
+        let (client, _) = listener.accept().unwrap();
+        let server = UnixStream::connect(server).unwrap();
+        let (mut from, mut to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+        thread::spawn(move || _ = std::io::copy(&mut from, &mut to));
+        let _ = std::io::copy(&mut server.take(most), &mut &client);
+        let _ = client.shutdown(Shutdown::Both);
+    });
+}
+
+#[test]
+fn a_lost_connection_is_not_salvaged_as_zeros_and_read_errors_are() {
+    needs_qemu!();
+    limosa_testkit::nbd_tool("nbdkit", ["--version"]).unwrap();
+    let bed = Bed::new();
+    bed.create(&["-f", "raw", "disk", "16M"]);
+    bed.qemu_io("disk", &["write -q -P 1 0 16M"]);
+    let _server = qemu_nbd(&bed, "s", &["-r", "-f", "raw", "disk"]);
+    for (front, more) in [("f", &[][..]), ("g", &["--salvage"])] {
+        cut_off(&bed.path(front), bed.path("s"), 5 << 20);
+        let name = uri(&bed, front);
+        let words = [&["convert"], more, &["-m", "1", "-f", "raw", "-O", "raw", &name, "new"]].concat();
+        let ours = Answer::from(bed.limosa(&words));
+        assert_eq!((ours.status, bed.path("new").exists()), (Some(1), false), "{ours:?}");
+        assert_one_line(&ours, &words, "the server closed the connection (after 5242880 bytes)");
+    }
+    // The server answers, and stays.
+    let read = "if [ $4 -lt 66048 ] && [ $(($4 + $3)) -gt 65536 ]; then echo EIO >&2; exit 1; fi; \
+                head -c $3 /dev/zero | tr '\\000' '\\001'";
+    let read = format!("pread={read}");
+    let _bad = nbdkit(&bed, "b", &["eval", "get_size=echo 1M", &read]);
+    let name = uri(&bed, "b");
+    let words = |more: &[&'static str]| {
+        let rest = [&name[..], "new"].map(str::to_owned);
+        let front = ["convert", "-f", "raw", "-O", "raw"].iter().chain(more).map(|word| (*word).to_owned());
+        front.chain(rest).collect::<Vec<_>>()
+    };
+    let run = |words: &[String]| Answer::from(bed.limosa(&words.iter().map(String::as_str).collect::<Vec<_>>()));
+    assert_one_line(&run(&words(&[])), &[], "Input/output error");
+    for more in [&["--salvage"][..], &["--salvage", "-q"]] {
+        let ours = run(&words(more)).success();
+        let says = "limosa: warning: 512 bytes at 65536 could not be read; written as zeros to the target\n";
+        assert_eq!(ours.stderr, if more.contains(&"-q") { "" } else { says });
+        let mut expected = vec![1; 1 << 20];
+        expected[65536..66048].fill(0);
+        assert!(std::fs::read(bed.path("new")).unwrap() == expected);
+    }
 }
 
 #[test]

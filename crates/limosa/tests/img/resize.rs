@@ -1,5 +1,7 @@
 //! `resize`.
 
+use std::os::unix::fs::MetadataExt as _;
+
 use crate::bed::{Answer, Bed, length};
 use crate::needs_qemu;
 
@@ -105,4 +107,21 @@ fn what_would_lose_data_or_makes_no_sense_is_refused() {
         bed.both_refuse(&[&["resize"], words].concat(), says);
     }
     assert_eq!(length(&bed.path("raw")), 1 << 20);
+}
+
+#[test]
+fn a_shorter_image_gives_space_back_wherever_it_is() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "image", "16M"]);
+    // From its end to its beginning: what is cut off is in front.
+    let writes: Vec<_> = (0..16).rev().map(|at| format!("write -P {} {at}M 1M", at + 1)).collect();
+    bed.qemu_io("image", &writes.iter().map(String::as_str).collect::<Vec<_>>());
+    let taken = || std::fs::metadata(bed.path("image")).unwrap().blocks() * 512;
+    assert!(taken() > 16 << 20);
+    Answer::from(bed.limosa(&["resize", "--shrink", "image", "8M"])).success();
+    assert!(taken() < 10 << 20, "{}", taken());
+    bed.qemu_img(&["check", "-q", "image"]).success();
+    let reads: Vec<_> = (0..8).map(|at| format!("read -P {} {at}M 1M", at + 1)).collect();
+    bed.qemu_io("image", &reads.iter().map(String::as_str).collect::<Vec<_>>());
 }

@@ -102,11 +102,18 @@ fn an_interrupted_copy_is_kept_and_has_not_the_targets_name() {
     let words = ["convert", "--resume", "-r", "16M", "-O", "qcow2", "source", "target"];
     let answer = interrupted(&bed, &words, Signal::INT);
     assert_eq!((answer.status, answer.stdout.as_str()), (Some(130), ""), "{answer:?}");
-    assert_one_line(&answer, &words, "target: the same command continues the copy");
+    assert_one_line(&answer, &words, "target: interrupted; run the same command to continue");
     assert_eq!(std::fs::read(bed.path("target")).unwrap(), b"former contents");
     assert!(bed.path(PART).exists() && bed.path(JOURNAL).exists());
     let answer = Answer::from(bed.limosa(&words)).success();
     assert_one_line(&answer, &words, "continuing the interrupted copy at");
+    bed.qemu_img(&["compare", "source", "target"]).success();
+    assert!(!bed.path(PART).exists() && !bed.path(JOURNAL).exists());
+    // Quietly.
+    interrupted(&bed, &words, Signal::INT);
+    let quiet = [&words[..1], &["-q"], &words[1..]].concat();
+    let answer = Answer::from(bed.limosa(&quiet)).success();
+    assert_eq!(answer.stderr, "");
     bed.qemu_img(&["compare", "source", "target"]).success();
     assert!(!bed.path(PART).exists() && !bed.path(JOURNAL).exists());
 }
@@ -149,7 +156,7 @@ fn what_cannot_be_continued_is_refused_by_name() {
     let bed = Bed::new();
     source(&bed);
     for (words, says) in [
-        (&["convert", "--resume", "-t", "unsafe", "source", "target"][..], "durable"),
+        (&["convert", "--resume", "-t", "unsafe", "source", "target"][..], "-t unsafe cannot be used with --resume"),
         (&["convert", "--resume", "-O", "qcow2", "-o", "data_file=d", "source", "target"], "data file"),
         (&["convert", "--resume", "source", "-"], "--resume: - is a pipe"),
         (&["convert", "--resume", "null-co://", "target"], "no regular file"),

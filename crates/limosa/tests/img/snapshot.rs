@@ -1,5 +1,7 @@
 //! `snapshot`.
 
+use std::os::unix::fs::MetadataExt as _;
+
 use limosa_storage::testing::SeededRandom;
 use rustix::process::Signal;
 
@@ -131,6 +133,29 @@ fn a_disk_has_the_length_of_the_snapshot_that_is_applied() {
 }
 
 #[test]
+fn a_snapshot_is_not_applied_to_an_image_with_bitmaps_as_by_stock() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "x", "1M"]);
+    bed.limosa(&["snapshot", "-c", "s", "x"]).success();
+    for name in ["a", "off"] {
+        bed.limosa(&["bitmap", "--add", "x", name]).success();
+    }
+    bed.limosa(&["bitmap", "--disable", "x", "off"]).success();
+    let before = std::fs::read(bed.path("x")).unwrap();
+    let says = "a snapshot cannot be applied while the image has bitmaps \"a\", \"off\": remove them first";
+    let words = ["snapshot", "-a", "s", "x"];
+    assert_one_line(&bed.limosa(&words).into(), &words, says);
+    assert!(std::fs::read(bed.path("x")).unwrap() == before, "it is not written");
+    bed.both_refuse(&words, says);
+    bed.limosa(&["bitmap", "--remove", "x", "a"]).success();
+    bed.both_refuse(&["snapshot", "-a", "s", "x"], "bitmap \"off\": remove it first");
+    bed.limosa(&["bitmap", "--remove", "x", "off"]).success();
+    bed.limosa(&["snapshot", "-a", "s", "x"]).success();
+    bed.qemu_img(&["check", "-q", "x"]).success();
+}
+
+#[test]
 fn a_change_that_is_killed_leaves_the_disk_and_all_snapshots() {
     needs_qemu!();
     let bed = Bed::new();
@@ -194,4 +219,22 @@ fn what_cannot_be_is_refused_and_nothing_is_written() {
     for words in [&["-c", "a", "-d", "b", "x"][..], &["-l", "-a", "b", "x"], &["-U", "-c", "a", "x"]] {
         assert_eq!(bed.limosa(&[&["snapshot"], words].concat()).status.code(), Some(1), "{words:?}");
     }
+}
+
+#[test]
+fn space_that_a_snapshot_had_is_given_back() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "image", "16M"]);
+    bed.qemu_io("image", &["write -P 1 0 16M"]);
+    bed.qemu_img(&["snapshot", "-c", "s", "image"]).success();
+    // Behind the snapshot's clusters, which are free afterwards, in the middle of the file.
+    bed.qemu_io("image", &["write -P 2 0 16M"]);
+    let before = seen(&bed, "image", None);
+    let taken = || std::fs::metadata(bed.path("image")).unwrap().blocks() * 512;
+    assert!(taken() > 32 << 20);
+    Answer::from(bed.limosa(&["snapshot", "-d", "s", "image"])).success();
+    assert!(taken() < 20 << 20, "{}", taken());
+    assert!(seen(&bed, "image", None) == before);
+    bed.qemu_img(&["check", "-q", "image"]).success();
 }

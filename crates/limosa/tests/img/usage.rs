@@ -34,16 +34,16 @@ fn secrets_are_taken_and_checked_by_every_command_and_other_objects_refused() {
     ];
     let bad = [
         ("secret,data=x", "id=NAME"),
-        ("secret,id=9,data=x", "id=9"),
+        ("secret,id=9,data=x", "id=NAME must begin with a letter"),
         ("secret,id=a", "data=TEXT"),
         ("secret,id=a,data=x,file=key", "exclude"),
         ("secret,id=a,data=x,frob=y", "frob"),
-        ("secret,id=a,data=x,format=hex", "hex"),
+        ("secret,id=a,data=x,format=hex", "format must be raw or base64"),
         ("secret,id=a,data=!,format=base64", "base64"),
         ("secret,id=a,file=absent", "absent"),
         ("secret,id=a,data=x,keyid=b", "keyid"),
         ("iothread,id=a", "iothread"),
-        ("frob,id=a", "frob"),
+        ("frob,id=a", "unknown kind of object"),
         ("", "kind of object not given"),
     ];
     let commands: [&[&str]; 9] = [
@@ -78,6 +78,99 @@ fn secrets_are_taken_and_checked_by_every_command_and_other_objects_refused() {
             assert!(ours.stderr.contains(says), "{command:?}: {ours:?}");
         }
     }
+}
+
+#[test]
+fn no_part_of_a_secret_is_printed_by_bad_usage() {
+    let bed = Bed::new();
+    std::fs::write(bed.path("disk"), [1; 4096]).unwrap();
+    for (object, says) in [
+        ("secret,id=s,data=hunter2,bogus=1", "--object: secret s: unknown property \"bogus\""),
+        ("secret,id=s,file=k,data=hunter2", "--object: secret s: data and file exclude each other"),
+        ("secret,id=s,data=hunter2,format=rot13", "--object: secret s: format must be raw or base64"),
+        ("secret,data=hunter2", "--object: secret needs a name: id=NAME"),
+        ("secrt,id=s,data=hunter2", "--object: unknown kind of object"),
+        ("secret,id=s,data=hunter2,ter2", "--object: item 4 must be NAME=VALUE"),
+        (r#"{"qom-type":"secret","id":"s","data":"hunter2","format":7}"#, "--object: property \"format\""),
+        ("secret,id=s,data=hunter2,format=base64", "--object: secret s: not valid base64"),
+    ] {
+        let attached = format!("--object={object}");
+        for words in [&["info", "-f", "raw", "--object", object, "disk"][..], &["info", &attached, "disk"]] {
+            let ours = Answer::from(bed.limosa(words));
+            assert_eq!((ours.status, ours.stdout.as_str()), (Some(1), ""), "{ours:?}");
+            assert!(ours.stderr.contains(says), "{ours:?}");
+            assert!(!ours.stderr.contains("hunter") && !ours.stderr.contains("ter2"), "{ours:?}");
+        }
+    }
+    for name in [
+        "driver=luks,password=hunter2,file.filename=disk",
+        "driver=luks,file.filename=disk,password=hun,ter2",
+        "driver=https,url=https://hunter2@host/d",
+        "filename=https://me:hunter2@host/d",
+    ] {
+        let ours = Answer::from(bed.limosa(&["info", "--image-opts", name]));
+        assert_one_line(&ours, &[name], "");
+        assert!(!ours.stderr.contains("hunter") && !ours.stderr.contains("ter2"), "{ours:?}");
+    }
+    for name in [
+        r#"json:{"driver":"luks","password":"hunter2","file":{"filename":"disk"}}"#,
+        r#"json:{"driver":"luks","password":"hunter2""#,
+        "https://me:hunter2@host/disk",
+    ] {
+        let ours = Answer::from(bed.limosa(&["info", name]));
+        assert_one_line(&ours, &[name], "");
+        assert!(!ours.stderr.contains("hunter"), "{ours:?}");
+    }
+}
+
+#[test]
+fn kinds_of_objects_are_listed_wherever_the_option_is() {
+    for words in [&["info", "--object", "help"][..], &["compare", "--object", "help", "a"]] {
+        let ours = img(words).success();
+        assert!(ours.stdout.contains("\n  secret\n  tls-creds-x509\n") && ours.stderr.is_empty(), "{ours:?}");
+    }
+}
+
+#[test]
+fn options_in_front_of_the_command_are_those_of_stock() {
+    let bed = Bed::new();
+    std::fs::write(bed.path("disk"), [1; 4096]).unwrap();
+    let words = ["--trace", "enable=blk*", "info", "-f", "raw", "disk"];
+    let ours = Answer::from(bed.limosa(&words)).success();
+    assert_one_line(&ours, &words, "--trace: limosa has no trace events");
+    assert!(bed.limosa(&["-T", "blk*", "info", "-f", "raw", "disk"]).success().stdout.starts_with("image: disk\n"));
+    let version = img(&["--version"]).success().stdout;
+    assert!(version.starts_with("limosa-img ") && version.contains("qemu-img 10.0"), "{version}");
+}
+
+#[test]
+fn the_options_of_a_command_come_before_those_of_all() {
+    let help = img(&["map", "--help"]).success().stdout;
+    let at = |option: &str| help.find(option).unwrap();
+    assert!(at("--start-offset") < at("--untrusted") && at("--force-share") < at("--object"), "{help}");
+    assert!(at("--object") < at("--limit-memory") && at("--limit-memory") < at("--limit-time"), "{help}");
+}
+
+#[test]
+fn a_command_that_reads_no_pipe_names_those_that_do() {
+    let bed = Bed::new();
+    std::fs::write(bed.path("disk"), [1; 4096]).unwrap();
+    for words in [&["info", "-"][..], &["compare", "disk", "-"]] {
+        assert_one_line(&bed.limosa(words).into(), words, "-: only convert and dd read pipes");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_made_is_not_said_to_be_opened() {
+    let bed = Bed::new();
+    std::fs::write(bed.path("disk"), [1; 4096]).unwrap();
+    for words in [&["create", "absent/new", "1M"][..], &["convert", "-f", "raw", "disk", "absent/new"]] {
+        assert_one_line(&bed.limosa(words).into(), words, "cannot create absent/new: No such file or directory");
+    }
+    let words = ["resize", "-f", "raw", "disk", "8E"];
+    assert!(bed.limosa(&words).stderr.contains("8E is too large: at most 9223372036854775807 bytes (8E - 1)"));
+    let words = ["measure", "--size", "1M", "disk"];
+    assert_one_line(&bed.limosa(&words).into(), &words, "--size and FILE cannot be used together");
 }
 
 #[test]
@@ -182,6 +275,8 @@ fn called_by_the_name_of_qemu_img_it_is_the_command_for_images() {
     };
     link(&["create", "-q", "-f", "qcow2", "x", "1M"]).success();
     assert_eq!(link(&["info", "x"]).success(), bed.qemu_img(&["info", "x"]));
+    let version = link(&["--version"]).success().stdout;
+    assert!(version.starts_with("qemu-img version 10.0.0 (limosa "), "{version}");
     let help = link(&["--help"]).success().stdout;
     assert!(help.contains("Usage: qemu-img <COMMAND>") && !help.contains("\n  save "), "{help}");
     for (words, status, says) in [

@@ -3,26 +3,53 @@
 use std::ffi::OsStr;
 use std::time::Duration;
 
-use clap::{ArgAction, Args, ValueEnum};
-use limosa_console::parse;
+use clap::builder::TypedValueParser;
+use clap::error::ErrorKind;
+use clap::{Arg, ArgAction, Args, Command, ValueEnum};
+use limosa_console::{check_stdout, parse, print_out};
 use limosa_storage::{CacheMode, Io};
 
 use crate::img::limits::Limits;
-use crate::img::object::Secret;
+use crate::img::object::{self, Object};
 use crate::img::options::{Name, Source};
-use crate::img::size::parse_size;
+use crate::img::size::parse_memory;
+
+/// Parses a definition of an object. clap's own error would print all of it, the secret included.
+#[derive(Debug, Clone)]
+struct ObjectParser;
+
+impl TypedValueParser for ObjectParser {
+    type Value = Object;
+
+    fn parse_ref(&self, command: &Command, _: Option<&Arg>, value: &OsStr) -> Result<Object, clap::Error> {
+        let why = match value.to_str() {
+            // As in qemu-img, even if other arguments are missing.
+            Some("help" | "?") => {
+                print_out!("{}", object::HELP);
+                std::process::exit(i32::from(check_stdout().is_err()))
+            }
+            Some(text) => match Object::parse(text) {
+                Ok(object) => return Ok(object),
+                Err(why) => why,
+            },
+            None => "a definition must be valid UTF-8; file=PATH reads a secret of any bytes".into(),
+        };
+        Err(command.clone().error(ErrorKind::InvalidValue, format!("--object: {why}")))
+    }
+}
 
 #[derive(Debug, Args)]
 pub(crate) struct ObjectArg {
     /// A secret that encrypted images are opened with: secret,id=NAME,file=PATH or secret,id=NAME,data=TEXT; also with
-    /// format=base64, keyid=NAME,iv=BASE64. Repeatable
-    #[arg(long, value_name = "OBJDEF", value_parser = Secret::parse, action = ArgAction::Append)]
-    object: Vec<Secret>,
+    /// format=base64, keyid=NAME,iv=BASE64. Or certificates for NBD servers: tls-creds-x509,id=NAME,dir=PATH.
+    /// Repeatable
+    #[arg(long, value_name = "OBJDEF", value_parser = ObjectParser, action = ArgAction::Append, display_order = 901)]
+    object: Vec<Object>,
 }
 
 impl ObjectArg {
     /// Returns the objects that were defined.
-    pub(crate) fn all(&self) -> &[Secret] {
+    pub(crate) fn all(&self) -> &[Object] {
         &self.object
     }
 }
@@ -31,7 +58,7 @@ impl ObjectArg {
 #[derive(Debug, Args)]
 pub(crate) struct OpenArgs {
     /// Do not open files that an image refers to (backing file, data file) unless they are named on the command line
-    #[arg(long)]
+    #[arg(long, display_order = 900)]
     pub(crate) untrusted: bool,
 
     #[command(flatten)]
@@ -44,12 +71,12 @@ pub(crate) struct OpenArgs {
 /// Limits of a command, for images from strangers.
 #[derive(Debug, Args)]
 pub(crate) struct LimitArgs {
-    /// Fail if more memory is needed than this: 64M, 1G
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    /// Fail if more memory is needed than this: 64M, 1G; at least 1M
+    #[arg(long, value_name = "SIZE", value_parser = parse_memory, display_order = 902)]
     limit_memory: Option<u64>,
 
-    /// Fail if it takes longer than this: 500ms, 30s, 10m
-    #[arg(long, value_name = "TIME", value_parser = parse::time)]
+    /// Fail if it takes longer than this: 500ms, 30s, 10m; a bare number is seconds
+    #[arg(long, value_name = "TIME", value_parser = parse::time, display_order = 903)]
     limit_time: Option<Duration>,
 }
 

@@ -57,8 +57,8 @@ impl ImgMeasureArgs {
         let target = Target { format: self.target_format, options: self.options.join(","), ..Target::default() };
         let of_file = self.image.is_given() || self.snapshot.is_some();
         let what = match (&self.file, self.size) {
-            (Some(_), Some(_)) => anyhow::bail!("--size: excludes FILE, whose size is measured"),
-            (None, Some(_)) if of_file => anyhow::bail!("--size: excludes -f, -l and --image-opts"),
+            (Some(_), Some(_)) => anyhow::bail!("--size and FILE cannot be used together"),
+            (None, Some(_)) if of_file => anyhow::bail!("--size cannot be used together with -f, -l and --image-opts"),
             (Some(file), None) => {
                 Measured::Image(Source { force_share: self.share.force_share, ..self.image.source(file) })
             }

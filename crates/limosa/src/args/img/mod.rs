@@ -49,7 +49,12 @@ pub(crate) use snapshot::ImgSnapshotArgs;
                         b k M G T P E for powers of 1024.\n\
                         Exit status: 0 done, 1 failed (one line says what, where and what to do) or bad usage; check and \
                         compare have more, listed in their --help.")]
+#[command(version = concat!(env!("CARGO_PKG_VERSION"), " (commands and options of qemu-img 10.0)"))]
 pub(crate) struct ImgArgs {
+    /// Trace events of QEMU, which limosa does not have.
+    #[arg(short = 'T', long, value_name = "EVENTS", hide = true)]
+    pub(crate) trace: Option<OsString>,
+
     #[command(subcommand)]
     pub(crate) command: ImgCommand,
 }

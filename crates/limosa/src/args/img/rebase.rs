@@ -22,7 +22,7 @@ pub(crate) struct ImgRebaseArgs {
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
 
-    /// Change only the name of the backing file; its contents must be the same as before
+    /// Change only the name of the backing file; its contents must be the same as before. Without -b, remove the name
     #[arg(short = 'u', long)]
     backing_unsafe: bool,
 
