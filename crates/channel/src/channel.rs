@@ -501,6 +501,16 @@ impl Channel {
         }
     }
 
+    /// Waits until a [`read`](Self::read) returns at once, with bytes, the end of the data or an error: true; or until
+    /// `woken` is readable and nothing has arrived: false. Unlike a shutdown, this ends a wait without the peer
+    /// noticing.
+    ///
+    /// # Errors
+    /// [`ChannelError::TimedOut`] after the read time-out; those of the kernel.
+    pub fn wait_to_read(&self, woken: BorrowedFd<'_>) -> Result<bool> {
+        self.input().wait_to_read(woken).map_err(|stop| self.explain(Operation::Read, stop))
+    }
+
     fn output(&self) -> Transfer<'_> {
         Transfer { direction: &self.state.output, transport: &self.transport, rate: &self.state.rate }
     }

@@ -6,7 +6,7 @@
 //! `shutdown(2)`, in `poll` by an event descriptor, in the rate limit by its condition variable.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 #[cfg(feature = "testing")]
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -292,6 +292,38 @@ impl Transfer<'_> {
             idle.progress();
         }
         Ok(Some(moved))
+    }
+
+    /// Waits until there is something to read, which of an encrypted channel its session knows; or until `woken` is
+    /// readable, and the channel is not: false.
+    pub(crate) fn wait_to_read(&self, woken: BorrowedFd<'_>) -> Result<bool> {
+        let session = if let Transport::Tls(session) = self.transport { Some(session) } else { None };
+        let idle = self.direction.idle_timer();
+        loop {
+            // The read reports what fails here.
+            let is_decrypted = session.is_some_and(|session| !matches!(session.peek(&mut [0]), Ok(None)));
+            if is_decrypted || self.direction.is_shut() {
+                return Ok(true);
+            }
+            let time = idle.remaining()?.and_then(|rest| Timespec::try_from(rest).ok());
+            let readable = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+            // A descriptor that the kernel cannot shut down has one that wakes.
+            let wake = self.direction.wake.as_ref().map_or(woken, OwnedFd::as_fd);
+            let mut polled = [readable(self.transport.input()), readable(woken), readable(wake)];
+            let began = Instant::now();
+            let ready = poll(&mut polled, time.as_ref());
+            self.direction.counters.waited(began.elapsed());
+            let [own, woken, _] = polled.map(|polled| !polled.revents().is_empty());
+            match ready {
+                Err(Errno::INTR) => self.direction.counters.interrupted(),
+                Err(errno) => return Err(Stop::Failed(errno.into())),
+                // The bytes may be of a record that is incomplete or empty: the session consumes them.
+                Ok(_) if own && session.is_some() => {}
+                Ok(_) if own => return Ok(true),
+                Ok(_) if woken => return Ok(false),
+                Ok(_) => {}
+            }
+        }
     }
 
     /// Writes some of the next batch without waiting; `None` if nothing can be written now. Bytes that the transport

@@ -55,7 +55,7 @@ impl VsockAddress {
         let socket = socket_with(AddressFamily::VSOCK, SocketType::STREAM, flags, None)?;
         let within = within.unwrap_or(LONG).min(LONG);
         let time = libc::timeval {
-            tv_sec: within.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+            tv_sec: within.as_secs().try_into().unwrap_or(i32::MAX.into()),
             tv_usec: within.subsec_micros().into(),
         };
         let length = libc::socklen_t::try_from(size_of::<libc::timeval>()).unwrap_or_default();

@@ -89,15 +89,23 @@ impl Configuration {
     /// A name without a version (`microvm`, one of a distribution) counts as current. A reader need not guess: see
     /// [`Event::MultifdFlush`](crate::Event::MultifdFlush).
     pub fn multifd_rules(&self) -> MultifdRules {
+        self.version().map_or_else(MultifdRules::default, |version| MultifdRules {
+            sync_at_every_section: version <= (8, 0),
+            zero_pages_on_main: version <= (8, 2),
+        })
+    }
+
+    /// Whether QEMU's streams of this machine type have neither a configuration record nor section footers: types up to
+    /// 2.3. They cannot be read here.
+    pub fn is_before_configuration(&self) -> bool {
+        self.version().is_some_and(|version| version <= (2, 3))
+    }
+
+    /// The version at the end of the machine type's name.
+    fn version(&self) -> Option<(u32, u32)> {
         let mut version = self.machine.rsplit('-').next().unwrap_or(&self.machine).split('.');
-        let mut number = || version.next().and_then(|number| number.parse::<u32>().ok());
-        match (number(), number()) {
-            (Some(major), Some(minor)) => MultifdRules {
-                sync_at_every_section: (major, minor) <= (8, 0),
-                zero_pages_on_main: (major, minor) <= (8, 2),
-            },
-            _ => MultifdRules::default(),
-        }
+        let mut number = || version.next()?.parse::<u32>().ok();
+        Some((number()?, number()?))
     }
 
     /// Appends file header and configuration record.
@@ -176,7 +184,8 @@ impl Configuration {
         }
         let kind = cursor.u8()?;
         if kind != CONFIGURATION {
-            let error_kind = ErrorKind::expected("a configuration record (0x07)", format_args!("{kind:#04x}"));
+            let wanted = "a configuration record (0x07), which machine types up to 2.3 do not send";
+            let error_kind = ErrorKind::expected(wanted, format_args!("{kind:#04x}"));
             return Err(Stop::Fail { at: 8, error_kind });
         }
         let length = cursor.be32()?;

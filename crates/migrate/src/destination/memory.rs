@@ -1,9 +1,11 @@
 //! The phases before the device sections: the layout, and the pages on all channels.
 
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
+use std::time::{Duration, Instant};
 
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken_invariant};
 use limosa_stream::{Command, ErrorKind, Event, RamBlock, Step};
+use rustix::event::{EventfdFlags, eventfd};
 
 use super::buffer::BUFFER_LEN;
 use super::multifd::{self, PageChannel, ReaderContext};
@@ -14,6 +16,11 @@ use super::sync::MultifdSync;
 use crate::control;
 use crate::error::MigrateError;
 use crate::pages::{PageSink, StreamSetup};
+
+/// How long a thread may take to see that no more is expected of its channel.
+const ENDED_WITHIN: Duration = Duration::from_millis(500);
+/// How often that is looked at: the source's VM is stopped meanwhile.
+const LOOK_EVERY: Duration = Duration::from_micros(50);
 
 /// The moments at which the main channel waits for the multifd channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,6 +87,9 @@ impl Receiver<'_> {
         let context = ReaderContext {
             blocks: multifd::by_name(&start.blocks),
             join: MultifdSync::new(role.pages.len()),
+            over: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
+                MigrateError::Protocol(format!("cannot make a descriptor that wakes threads: {errno}"))
+            })?,
             options: role.multifd,
             answer_timeout: role.options.answer_timeout,
             main: &role.channel,
@@ -100,6 +110,14 @@ impl Receiver<'_> {
                 context.give_up();
             }
             context.end();
+            // A source that is amid pages behind its last SYNC packet has broken the order: they are not waited for.
+            let begun = Instant::now();
+            while begun.elapsed() < ENDED_WITHIN && !threads.iter().all(ScopedJoinHandle::is_finished) {
+                thread::sleep(LOOK_EVERY);
+            }
+            if !threads.iter().all(ScopedJoinHandle::is_finished) {
+                context.stop_reading();
+            }
             let mut loose = None;
             for (id, thread) in (0..).zip(threads) {
                 match thread.join() {

@@ -6,6 +6,7 @@
 //! buffer: the one call reads each of them to where it belongs.
 
 use std::collections::HashMap;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use limosa_channel::{Channel, Shutdown};
@@ -47,6 +48,8 @@ pub(super) fn by_name(blocks: &[RamBlock]) -> Blocks<'_> {
 pub(super) struct ReaderContext<'a> {
     pub(super) blocks: Blocks<'a>,
     pub(super) join: MultifdSync,
+    /// Becomes readable when no more is expected of the channels.
+    pub(super) over: OwnedFd,
     pub(super) options: MultifdOptions,
     pub(super) answer_timeout: Option<std::time::Duration>,
     pub(super) main: &'a Channel,
@@ -55,12 +58,15 @@ pub(super) struct ReaderContext<'a> {
 }
 
 impl ReaderContext<'_> {
-    /// Ends the synchronization points, and wakes every thread that reads; what has arrived already is still read.
+    /// Ends the synchronization points, and wakes every thread that waits for a packet; what has arrived already is
+    /// still read.
+    ///
+    /// The channels stay open: QEMU before 9.0 may send an empty packet behind its last SYNC packet, and if that cannot
+    /// be written (a unix socket's peer notices a shutdown of the reading direction) the migration fails there.
     pub(super) fn end(&self) {
         self.join.end();
-        for channel in self.channels {
-            let _ = channel.shutdown(Shutdown::Read);
-        }
+        // Eight bytes have always room in it.
+        let _ = rustix::io::write(&self.over, &1_u64.to_ne_bytes());
     }
 
     /// The main channel has failed. Where the other side must not lose its channels yet, they are read until it can.
@@ -68,6 +74,14 @@ impl ReaderContext<'_> {
         self.control.note_failure();
         self.join.end();
         self.control.wait_undeferred();
+        self.stop_reading();
+    }
+
+    /// Wakes every thread that reads, amid a packet, too; the source can notice it.
+    pub(super) fn stop_reading(&self) {
+        for channel in self.channels {
+            let _ = channel.shutdown(Shutdown::Read);
+        }
     }
 
     fn fail(&self, error: MigrateError) {
@@ -189,7 +203,16 @@ impl<'a> PageChannel<'a> {
         while got < PACKET_LEN {
             let missing =
                 header.get_mut(got..).ok_or_else(|| broken_invariant("a header that is read is not complete"))?;
-            let more = match self.channel.read(missing) {
+            let read = match self.channel.wait_to_read(self.context.over.as_fd()) {
+                Ok(true) => self.channel.read(missing),
+                // A part of a header may be that of a packet with pages.
+                Ok(false) => {
+                    self.loose |= got != 0;
+                    return Ok(false);
+                }
+                Err(error) => Err(error),
+            };
+            let more = match read {
                 Ok(more) => more,
                 // Between packets a channel may be silent for as long as the main channel does not wait for it.
                 Err(error) if error.is_timeout() && got == 0 && !self.is_overdue() => continue,

@@ -289,6 +289,36 @@ fn pages_behind_the_last_join_point_are_not_passed_over() {
     assert!(error.contains("multifd channel 0") && error.contains("after the last synchronization point"), "{error}");
 }
 
+/// QEMU before 9.0 may send a packet without pages behind its last SYNC packet, at any time before its migration ends.
+#[test]
+fn a_source_can_write_to_every_channel_until_its_stream_is_acknowledged() {
+    let memory = memory();
+    let (near, far) = pair();
+    let (page_near, page_far) = pair();
+    near.write_all(&Main::new(&memory, true).join().end()).unwrap();
+    page_near.write_all(&Pages::default().sync().data(&[1], &[], 1).sync().0).unwrap();
+    let (mut kept, handle) = (Kept::default(), Handle::new());
+    let destination = Destination::new(&mut kept, far, &handle);
+    let received = destination.channels(vec![page_far], MultifdOptions { compression: Compression::None }).run();
+    let received = received.unwrap();
+    page_near.write_all(&Pages::default().data(&[], &[], 0).0).unwrap();
+    received.acknowledge().unwrap();
+    drop(near);
+    received.confirm_end().unwrap();
+}
+
+/// A part of a packet may have been meant to be one of pages.
+#[test]
+fn half_a_packet_behind_the_last_join_point_is_not_passed_over() {
+    let memory = memory();
+    let main = Main::new(&memory, true).join().end();
+    let mut packet = Pages::default().data(&[1], &[], 1).0;
+    packet.truncate(100);
+    let pages = vec![Pages::default().sync().sync().bytes(&packet)];
+    let error = receive(main, pages, &[0], &mut Kept::default()).unwrap_err().in_one_line();
+    assert!(error.contains("after the last synchronization point"), "{error}");
+}
+
 #[test]
 fn a_sink_that_fails_is_the_reason_and_wakes_every_channel() {
     let memory = memory();

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use limosa_snapshot::{BackingFile, Disk as RecordedDisk, Manifest};
+use limosa_stream::Configuration;
 
 use super::options::{DiskPolicy, SaveOptions};
 use super::overlay::{self, Planned};
@@ -67,6 +68,13 @@ impl Preflight {
                 migration.blocked_reasons.join("; ")
             )));
         }
+        let machine = monitor.machine()?;
+        if Configuration::new(&machine).is_before_configuration() {
+            return Err(JobError::refused(format!(
+                "QEMU saves a VM of machine type {machine} in an older form, which limosa does not read (types up to 2.3); \
+                 give the VM a newer machine type"
+            )));
+        }
         // A guest that sleeps is woken by its devices: its CPUs are stopped, but the VM is not.
         let was_running = status.running || is_live(&status.state);
         // QEMU does not ask the balloon of a stopped VM.
@@ -87,7 +95,7 @@ impl Preflight {
         manifest.disks.extend(served::recorded(&served)?);
         let version = monitor.version();
         manifest.qemu_version = Some(version.to_string());
-        manifest.machine = Some(monitor.machine()?);
+        manifest.machine = Some(machine);
         manifest.guest_memory = monitor.guest_memory()?;
         manifest.vm_uuid = monitor.uuid()?;
         manifest.vm_name = monitor.vm_name()?;

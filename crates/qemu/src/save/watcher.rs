@@ -14,7 +14,7 @@ use super::rounds::Rounds;
 use crate::job::{JobError, NotConverging};
 use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
 use crate::qmp::Event;
-use crate::takeover::SETUP_PATIENCE;
+use crate::takeover::SAVE_SETUP_PATIENCE;
 
 /// How often QEMU is asked how far it is. Events end the wait at once.
 const ASK_EVERY: Duration = Duration::from_millis(100);
@@ -96,7 +96,7 @@ impl<'a> Watcher<'a> {
 
     /// QEMU is about to make several channels.
     pub(super) fn channels_begin(&mut self) {
-        let made_by = Some(Instant::now() + SETUP_PATIENCE);
+        let made_by = Some(Instant::now() + SAVE_SETUP_PATIENCE);
         self.channels =
             Some(Channels { _deferred: self.job.watch.handle.control.defer_stop(), made_by, cancelled_by: None });
     }

@@ -1,11 +1,12 @@
 //! Ends of QEMU's connections that stay open for a moment after the process that read them is gone.
 //!
-//! Law: **connections of several channels do not break while QEMU sets them up**, as long as that takes less than two
-//! seconds. Fact found with QEMU 10.0.2: it then waits for the thread of each channel, and one that ends because
-//! *another* channel has broken does not report it; QEMU waits for ever, with a migration that cannot be cancelled and
-//! that no other can follow. (It waits in the same way, for a moment, at the end of each round: so it is ordered to
-//! cancel before they break.) So limosa and its watchdog both hold the connections, and the place where they are
-//! accepted; the process that takes the job over closes them once the migration is past its set-up and cancelled.
+//! Law: **connections of several channels do not break while QEMU sets them up**, as long as that takes less than ten
+//! seconds and QEMU's monitor answers within half a second. Fact found with QEMU 10.0.2: it then waits for the thread
+//! of each channel, and one that ends because *another* channel has broken does not report it; QEMU waits for ever,
+//! with a migration that cannot be cancelled and that no other can follow. (It waits in the same way, for a moment, at
+//! the end of each round: so it is ordered to cancel before they break.) So limosa and its watchdog both hold the
+//! connections, and the place where they are accepted; the process that takes the job over closes them once the
+//! migration is past its set-up and cancelled.
 //!
 //! Not for long: in the last moments of a migration, a QEMU whose connection is not read blocks with its VM and its
 //! monitor. So time runs from the beginning, and is extended only by an event of QEMU's set-up.
