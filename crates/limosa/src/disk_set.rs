@@ -23,7 +23,7 @@ fn snapshots(image: &Path, file: &ImageFile) -> anyhow::Result<Vec<Snapshot>> {
 /// Checks that all disks have the snapshot that `image` has, of the same moment, and that no other one has a state.
 /// QEMU gives the snapshots of a VM's disks one name and one time; their ids may differ.
 ///
-/// Returns the images, which nobody changes while they are open.
+/// Returns the images, which other processes cannot change while they are open.
 ///
 /// # Errors
 /// One of them has no such snapshot, or one of another moment; an image cannot be opened.

@@ -48,7 +48,9 @@ pub(crate) fn words() -> Vec<OsString> {
 fn qemu_img() -> Command {
     ImgArgs::augment_args(Command::new(QEMU_IMG))
         .about("Create, inspect, check and convert disk images: limosa img")
-        .version(concat!("(limosa ", env!("CARGO_PKG_VERSION"), ")"))
+        .display_name(QEMU_IMG)
+        // Scripts look for the version of qemu-img that the options are of.
+        .version(concat!("version 10.0.0 (limosa ", env!("CARGO_PKG_VERSION"), ")"))
         .max_term_width(100)
 }
 

@@ -1,6 +1,7 @@
 //! Remedies for the engines' failures. The libraries say what is wrong; this says which option helps.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::Path;
 
 use anyhow::anyhow;
@@ -11,6 +12,7 @@ use limosa_console::error_line;
 use limosa_image::ImageError;
 use limosa_image::luks::LuksError;
 use limosa_migrate::MigrateError;
+use limosa_nbd::NbdError;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::takeover::Outcome;
 use limosa_qemu::{
@@ -130,9 +132,31 @@ fn of_storage(error: &StorageError) -> &'static str {
         Some(OpenError::UringUnavailable(_)) => "; use threads (-i threads)",
         Some(OpenError::DirectIoUnsupported) => "; use another cache mode (writeback)",
         Some(OpenError::Locked { read_only: true, holders, .. }) if *holders != LockHolders::ThisProcess => {
-            "; to read it all the same, in a state that may be inconsistent, use -U"
+            "; use -U to read it anyway; contents may be inconsistent"
+        }
+        None if matches!(nbd_error(error), Some(NbdError::TlsRequired(_))) => {
+            "; give --object tls-creds-x509,id=t,dir=FOLDER and --image-opts \
+             driver=nbd,server.type=inet,server.host=HOST,server.port=PORT,export=NAME,tls-creds=t"
         }
         _ => "",
+    }
+}
+
+/// The reason of a failure of an NBD export, if it is one of its connection.
+fn nbd_error(error: &StorageError) -> Option<&NbdError> {
+    error.source.get_ref()?.downcast_ref()
+}
+
+/// The options that open the encrypted image of this name, in the form of its format.
+fn of_encryption(image: &str) -> &'static str {
+    let mut magic = [0; 4];
+    let read = File::open(image).and_then(|mut file| file.read_exact(&mut magic));
+    match (read.is_ok(), &magic) {
+        (true, b"QFI\xfb") => {
+            "; give one: --object secret,id=s,file=FILE --image-opts \
+             driver=qcow2,encrypt.key-secret=s,file.filename=IMAGE"
+        }
+        _ => "; give one: --object secret,id=s,file=FILE --image-opts driver=luks,key-secret=s,file.filename=IMAGE",
     }
 }
 
@@ -415,12 +439,8 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
                     .into(),
             );
         }
-        if let Some(ImageError::Encryption { source: LuksError::NoSecret, .. }) = cause.downcast_ref() {
-            return Some(
-                "; give one: --object secret,id=s,file=FILE --image-opts driver=luks,key-secret=s,file.filename=IMAGE \
-                 (driver=qcow2,encrypt.key-secret=s for qcow2)"
-                    .into(),
-            );
+        if let Some(ImageError::Encryption { image, source: LuksError::NoSecret }) = cause.downcast_ref() {
+            return Some(of_encryption(image).into());
         }
         if let Some(remedy) = cause.downcast_ref().and_then(crate::serve::remedy::of) {
             return Some(remedy.into());
@@ -594,7 +614,7 @@ mod tests {
             StorageError::for_storage(limosa_storage::Operation::Lock, &Arc::from("disk"), reason)
         };
         for error in [locked(true).into(), anyhow::Error::from(ImageError::from(locked(true))).context("not opened")] {
-            assert!(of_cause(&error).ends_with("use -U"), "{error:?}");
+            assert!(of_cause(&error).starts_with("; use -U to read it anyway"), "{error:?}");
         }
         assert_eq!(of_cause(&ImageError::from(locked(false)).into()), "");
     }

@@ -231,7 +231,7 @@ fn remedy_before_the_guest(error: &JobError, args: &RestoreArgs) -> String {
     match error {
         JobError::Migrate(MigrateError::Cancelled) => "; end this QEMU, and start a new one for another restore".into(),
         JobError::QemuEnded => format!("; start a new one{compare}"),
-        JobError::QemuHangs { .. } => "; end this QEMU with kill -9, and start a new one".into(),
+        JobError::QemuHangs { .. } => format!("; end this QEMU with kill -9, and start a new one{compare}"),
         _ if causes(error).any(|cause| cause.is::<SnapshotError>()) => {
             "; end this QEMU, start a new one, and restore another copy of the snapshot into it".into()
         }

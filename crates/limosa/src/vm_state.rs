@@ -115,11 +115,7 @@ pub(crate) fn put(
             }
         };
         // The disk with the state is the last one.
-        let finished = block_on(writer.finish(name, taken));
-        if finished.is_err() {
-            others.undo();
-        }
-        finished?;
+        block_on(writer.finish(name, taken)).inspect_err(|_| others.undo())?;
         Ok(stats)
     })
 }

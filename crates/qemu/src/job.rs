@@ -106,6 +106,10 @@ pub enum JobError {
         reason: String,
     },
 
+    /// QEMU did not start the guest of a lazy restore, though it has all that it needs for that.
+    #[error("QEMU could not load the devices (its log says why)")]
+    DevicesNotLoaded,
+
     /// A lazy restore failed while QEMU loaded the devices, and QEMU waits for a page that will not come.
     #[error("QEMU waits for memory that will not come, and answers nothing")]
     QemuHangs {

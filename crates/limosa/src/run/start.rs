@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 
 use anyhow::bail;
+use limosa_console::say;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use limosa_qemu::{
     BlockPlace, MappedCommandLine, check_snapshot_not_shared, is_same_file, launch, missing_memory_option,
@@ -39,7 +40,8 @@ pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &
     if args.how.memory == MemoryArg::Mapped {
         bail!("the memory cannot be mapped: {why}; use --memory auto");
     }
-    notice.tell(&format!("the memory is not mapped: {why}"));
+    // QEMU has complained already, in words of its own.
+    say!("limosa: the memory is not mapped: {why}; --memory lazy starts it without this attempt");
     launched(args, &name_memory_backend(&args.command, snapshot)?, &[], qemu.relay)
 }
 

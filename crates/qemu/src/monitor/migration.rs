@@ -24,6 +24,8 @@
 //!   any moment, nor does breaking its channels once it is `active`. Channels that break before, in `setup`, can leave
 //!   QEMU waiting for their threads without end: the VM runs, but never migrates again.
 //! * When guest code waits for a page, commands are answered as usual.
+//! * A postcopy destination of QEMU 11.1 that cannot load the devices says nothing: it stays in `postcopy-device` and
+//!   answers commands, until its source is gone. With a preempt channel it then hangs for good.
 //! * A postcopy channel that breaks after the VM was started leaves `postcopy-paused`: `stop` and `cont` work,
 //!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until a
 //!   source connects (`postcopy-recover`). It may be repeated, each time in place of the one before; a recovery that
@@ -49,6 +51,9 @@ named_states! {
         Setup = "setup",
         /// Memory moves.
         Active = "active",
+        /// The VM is being handed over: the destination loads its devices, then its memory follows. From QEMU 10.2 on;
+        /// before, this is `active` or `postcopy-active`.
+        PostcopyDevice = "postcopy-device",
         /// The VM has been handed over, its memory follows.
         PostcopyActive = "postcopy-active",
         /// The channel broke after the VM was handed over.
@@ -63,6 +68,8 @@ named_states! {
         Device = "device",
         /// Done.
         Completed = "completed",
+        /// About to be `failed`. From QEMU 11.0 on.
+        Failing = "failing",
         /// Failed.
         Failed = "failed",
         /// Being cancelled.

@@ -13,7 +13,11 @@ use super::unfinished::UnfinishedRestore;
 use crate::job::{JobContext, JobError};
 use crate::job_record::JobRecord;
 use crate::monitor::Settings;
+use crate::qmp::Version;
 use crate::watchdog::{Watchdog, WatchdogError};
+
+/// The first QEMU that answers before it has the preempt channel (7.2.22 does not, and 7.0 does not know one).
+const PREEMPT_SINCE: Version = Version::new(8, 0, 0);
 
 /// How QEMU must be set, except for the preempt channel.
 pub(super) fn settings(preempt: bool) -> Settings {
@@ -27,9 +31,14 @@ pub(super) fn settings(preempt: bool) -> Settings {
 pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     let monitor = job.monitor;
     job.snapshot.lock_serving()?;
-    let change = monitor.plan_settings(&settings(job.options.preempt))?;
-    // QEMU before 7.1 knows no preempt channel.
-    let preempt = job.options.preempt && !change.unknown.iter().any(|name| name == "postcopy-preempt");
+    let preempt = job.options.preempt && monitor.version() >= PREEMPT_SINCE;
+    if job.options.preempt && !preempt {
+        let (version, since) = (monitor.version(), PREEMPT_SINCE);
+        (job.watch.notice)(&format!(
+            "QEMU {version} has no separate channel for requests that can be used; {since} has"
+        ));
+    }
+    let change = monitor.plan_settings(&settings(preempt))?;
     let rendezvous = Rendezvous::lazy(monitor, job.options.listen.as_ref(), preempt)?;
     let record = job.record(change.undo);
     record.create(monitor)?;

@@ -86,7 +86,8 @@ fn wait_paused(monitor: &Monitor) -> Result<MigrationStatus, JobError> {
     loop {
         match monitor.migration()?.status {
             found @ (MigrationStatus::PostcopyPaused | MigrationStatus::Completed) => return Ok(found),
-            MigrationStatus::PostcopyActive
+            MigrationStatus::PostcopyDevice
+            | MigrationStatus::PostcopyActive
             | MigrationStatus::PostcopyRecover
             | MigrationStatus::PostcopyRecoverSetup => {
                 // A channel whose other end is gone without a word (a dead host) looks alive from here.

@@ -6,7 +6,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::Channel;
+use limosa_channel::{Channel, Shutdown};
 use limosa_migrate::MigrateError;
 use limosa_migrate::stats::PostcopyStats;
 use limosa_migrate::stored::{Milestone, PostcopySource};
@@ -23,6 +23,9 @@ use crate::monitor::{MigrationStatus, Monitor};
 
 /// How long QEMU may take to say that it has completed, once it has said so on the stream.
 const COMPLETED_WITHIN: Duration = Duration::from_secs(30);
+
+/// How often QEMU is asked whether it still loads the devices.
+const ASK_EVERY: Duration = Duration::from_millis(500);
 
 /// Brings the rest of the memory to a QEMU that expects it.
 pub(super) fn serve_rest(
@@ -126,10 +129,15 @@ pub(super) fn serve(
             error: JobError::Io { what: "start a thread to serve", path: job.path.to_owned(), source },
             guest_runs: false,
         })?;
-        let to_guest = attend(job, &heard, &EndGate { ends, open: &kept }, resumes, || engine.is_finished());
+        let gate = EndGate { ends, open: &kept };
+        let mut beside = Beside { gate, devices: DeviceLoad::new(job.monitor), resumes };
+        let to_guest = attend(job, &heard, &mut beside, || engine.is_finished());
         let result = engine.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sender panicked".into())));
         match result {
             Ok(stats) => Ok((stats, to_guest.unwrap_or_else(|| job.begun.elapsed()))),
+            Err(_) if beside.devices.has_failed => {
+                Err(Unserved { error: JobError::DevicesNotLoaded, guest_runs: false })
+            }
             Err(error) => Err(Unserved { error: error.into(), guest_runs: loaded.load(Ordering::Acquire) }),
         }
     })
@@ -141,6 +149,43 @@ struct EndGate<'a> {
     open: &'a AtomicBool,
 }
 
+/// Whether QEMU can load the devices. From 11.1 on one that cannot says nothing until its source is gone.
+struct DeviceLoad<'a> {
+    monitor: &'a Monitor,
+    ask_at: Instant,
+    /// The last answer was given in the middle of loading.
+    answered_within: bool,
+    has_failed: bool,
+}
+
+impl<'a> DeviceLoad<'a> {
+    fn new(monitor: &'a Monitor) -> Self {
+        Self { monitor, ask_at: Instant::now() + ASK_EVERY, answered_within: false, has_failed: false }
+    }
+
+    /// Asks, now and then. True once it has failed.
+    ///
+    /// QEMU answers nothing while it loads the devices. So one that answers twice in that state does not load them.
+    fn fails(&mut self) -> bool {
+        if self.has_failed || Instant::now() < self.ask_at {
+            return false;
+        }
+        let within = self.monitor.migration().is_ok_and(|info| info.status == MigrationStatus::PostcopyDevice);
+        self.has_failed = within && self.answered_within;
+        self.answered_within = within;
+        self.ask_at = Instant::now() + ASK_EVERY;
+        self.has_failed
+    }
+}
+
+/// Things to look after while the engine runs.
+struct Beside<'a> {
+    gate: EndGate<'a>,
+    devices: DeviceLoad<'a>,
+    /// The guest is to run.
+    resumes: bool,
+}
+
 /// Looks after the monitor while the engine runs: tells when the guest is there, and opens the gate to the stream's
 /// end.
 ///
@@ -149,11 +194,11 @@ struct EndGate<'a> {
 fn attend(
     job: &RestoreJob<'_>,
     heard: &mpsc::Receiver<Milestone>,
-    gate: &EndGate<'_>,
-    resumes: bool,
+    beside: &mut Beside<'_>,
     over: impl Fn() -> bool,
 ) -> Option<Duration> {
     let tick = Duration::from_millis(20);
+    let Beside { gate, devices, resumes } = beside;
     let (mut loaded, mut to_guest) = (false, None);
     loop {
         // Before the look at the messages: what the engine said last is heard all the same.
@@ -167,10 +212,14 @@ fn attend(
                 gate.open.store(true, Ordering::Release);
             }
             None if ended && (!waits_for_guest || job.is_unloaded()) => return to_guest,
+            None if !loaded && devices.fails() => {
+                // The engine ends when its channel does. One that cannot be shut down has ended already.
+                let _ = gate.ends.main.shutdown(Shutdown::Both);
+            }
             None => {}
         }
         if loaded && to_guest.is_none() {
-            let runs = !resumes
+            let runs = !*resumes
                 || job
                     .monitor
                     .qmp()

@@ -4,12 +4,14 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::overlays;
-use super::plan::{Actor, Outcome, Progress, QemuState, SETUP_PATIENCE, Step, next_step};
+use super::plan::{Actor, Outcome, Progress, QemuState, SAVE_SETUP_PATIENCE, Step, next_step};
 use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::{MigrationStatus, Monitor, RunState};
 use crate::qmp::QmpError;
 use crate::watchdog::{HOLD, HeldConnections};
 
+/// How long they are held while QEMU sets a migration up, after each look.
+const HOLD_IN_SETUP: Duration = Duration::from_secs(2);
 /// How long they are held behind a cancel, while QEMU's threads end.
 const HOLD_CANCELLED: Duration = Duration::from_millis(100);
 
@@ -75,9 +77,9 @@ pub(crate) fn take_over_holding(
     let (outcome, run) = loop {
         progress.waited = begun.elapsed();
         let seen = QemuState::of(monitor)?;
-        if seen.migration == MigrationStatus::Setup && progress.waited < SETUP_PATIENCE {
-            // It writes next to nothing yet.
-            held.release_in(SETUP_PATIENCE);
+        if seen.migration == MigrationStatus::Setup && progress.waited < SAVE_SETUP_PATIENCE {
+            // It writes next to nothing yet, and the next look prolongs this.
+            held.release_in(HOLD_IN_SETUP);
         }
         let step = match next_step(record, &seen, &progress, actor) {
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),

@@ -30,5 +30,5 @@ mod served;
 pub(crate) use execute::take_over_holding;
 pub use execute::{Takeover, take_over};
 pub(crate) use overlays::abandoned;
-pub(crate) use plan::SETUP_PATIENCE;
+pub(crate) use plan::SAVE_SETUP_PATIENCE;
 pub use plan::{Actor, Outcome, Progress, QemuState, Step, next_step};

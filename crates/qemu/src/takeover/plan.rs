@@ -6,9 +6,13 @@ use std::time::Duration;
 use crate::job_record::{JobKind, JobPhase, JobRecord, VmAfterJob};
 use crate::monitor::{MigrationStatus, RunState};
 
-/// How long a migration may stay in `setup`: of a restore that has lost its sender, before it is given up; of a save,
-/// before it is cancelled, which is not safe then ([`HeldConnections`](crate::watchdog::HeldConnections)).
-pub(crate) const SETUP_PATIENCE: Duration = Duration::from_secs(2);
+/// How long the migration of a restore that has lost its sender may stay in `setup` before it is given up.
+const LOAD_SETUP_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How long the migration of a save may stay in `setup` before it is cancelled, which is not safe then
+/// ([`HeldConnections`](crate::watchdog::HeldConnections)). QEMU's part takes milliseconds, unless its host is
+/// overloaded.
+pub(crate) const SAVE_SETUP_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How often `cont` is tried.
 const CONTINUE_ATTEMPTS: u32 = 50;
@@ -141,7 +145,7 @@ fn save(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor)
             if record.phase == JobPhase::Undecided && actor == Actor::Watchdog {
                 return Step::Finish(Outcome::Undecided);
             }
-            if seen.migration == M::Setup && progress.waited < SETUP_PATIENCE {
+            if seen.migration == M::Setup && progress.waited < SAVE_SETUP_PATIENCE {
                 return Step::Wait;
             }
             // A migration that waits goes nowhere by itself, also when it came there after it was too late to cancel
@@ -149,8 +153,8 @@ fn save(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor)
             let waits = seen.migration == M::PreSwitchover;
             if progress.cancelled && !waits { Step::Wait } else { Step::Cancel }
         }
-        M::Cancelling => Step::Wait,
-        M::PostcopyActive | M::PostcopyPaused | M::PostcopyRecoverSetup | M::PostcopyRecover => {
+        M::Cancelling | M::Failing => Step::Wait,
+        M::PostcopyDevice | M::PostcopyActive | M::PostcopyPaused | M::PostcopyRecoverSetup | M::PostcopyRecover => {
             Step::Finish(Outcome::Undecided)
         }
         M::Colo | M::Other(_) => Step::Finish(Outcome::Unknown),
@@ -193,10 +197,15 @@ fn restore(record: &JobRecord, seen: &QemuState, progress: &Progress) -> Step {
         M::None => tidy(Outcome::NotLoaded, progress),
         M::Failed | M::Cancelled => tidy(Outcome::LoadFailed, progress),
         // The sender died with limosa: what it had connected fails soon, what it had not never begins.
-        M::Setup if progress.waited >= SETUP_PATIENCE => tidy(Outcome::LoadFailed, progress),
-        M::Setup | M::Active | M::PostcopyActive | M::PostcopyRecoverSetup | M::PostcopyRecover | M::Cancelling => {
-            Step::Wait
-        }
+        M::Setup if progress.waited >= LOAD_SETUP_PATIENCE => tidy(Outcome::LoadFailed, progress),
+        M::Setup
+        | M::Active
+        | M::PostcopyDevice
+        | M::PostcopyActive
+        | M::PostcopyRecoverSetup
+        | M::PostcopyRecover
+        | M::Cancelling
+        | M::Failing => Step::Wait,
         M::PostcopyPaused => Step::Finish(Outcome::NeedsRecovery),
         M::Device | M::PreSwitchover | M::WaitUnplug | M::Colo | M::Other(_) => Step::Finish(Outcome::Unknown),
         M::Completed => {
@@ -278,7 +287,7 @@ mod tests {
         "colo",
         "novel",
     ];
-    const MIGRATION_STATES: [&str; 16] = [
+    const MIGRATION_STATES: [&str; 18] = [
         "none",
         "setup",
         "active",
@@ -289,6 +298,8 @@ mod tests {
         "pre-switchover",
         "device",
         "completed",
+        "postcopy-device",
+        "failing",
         "failed",
         "cancelling",
         "cancelled",
@@ -306,7 +317,7 @@ mod tests {
                 next_step(&record, &seen("running", migration), &fresh, Actor::Watchdog)
             };
             let at_once = if migration == "setup" { Step::Wait } else { Step::Cancel };
-            assert_eq!([step(Duration::ZERO), step(SETUP_PATIENCE)], [at_once, Step::Cancel]);
+            assert_eq!([step(Duration::ZERO), step(SAVE_SETUP_PATIENCE)], [at_once, Step::Cancel]);
             let then = if migration == "pre-switchover" { Step::Cancel } else { Step::Wait };
             assert_eq!(save_step("running", migration), then);
         }
@@ -388,7 +399,9 @@ mod tests {
 
     #[test]
     fn a_vm_handed_over_by_postcopy_is_left_alone() {
-        for migration in ["postcopy-active", "postcopy-paused", "postcopy-recover", "postcopy-recover-setup"] {
+        for migration in
+            ["postcopy-device", "postcopy-active", "postcopy-paused", "postcopy-recover", "postcopy-recover-setup"]
+        {
             for actor in [Actor::Watchdog, Actor::Person] {
                 let step = next_step(
                     &record(JobKind::Save, true),
@@ -427,7 +440,7 @@ mod tests {
         let record = record(JobKind::Restore, true);
         let setup = seen("inmigrate", "setup");
         assert_eq!(next_step(&record, &setup, &TIDY, Actor::Watchdog), Step::Wait);
-        let late = Progress { waited: SETUP_PATIENCE, ..TIDY };
+        let late = Progress { waited: LOAD_SETUP_PATIENCE, ..TIDY };
         assert_eq!(next_step(&record, &setup, &late, Actor::Watchdog), Step::Finish(Outcome::LoadFailed));
     }
 
