@@ -14,13 +14,15 @@ use crate::bed::{Bed, CONTEXTS, assert_clean, make_qcow2, open_image, pattern, r
 /// For what takes moments.
 const LONG: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_millis(300);
+/// Long enough that a busy machine does not let a client of these tests be late.
+const STALL: Duration = Duration::from_secs(2);
 
 fn bed(names: &[&str]) -> Bed {
     let exports = Exports::new();
     for name in names {
         exports.add(Export::new(*name, raw(vec![7; 64 << 20])).unwrap()).unwrap();
     }
-    Bed::with(exports, ServerOptions::default().limits(Limits::default().stall(SOON)))
+    Bed::with(exports, ServerOptions::default().limits(Limits::default().stall(STALL)))
 }
 
 fn open(bed: &Bed, name: &str) -> NbdClient {
@@ -114,7 +116,7 @@ fn requests_to_a_quiesced_export_wait_and_their_clients_are_not_cut_off() {
     // A client that connects now waits as well.
     let mut late = open(&bed, "a");
     late.send(NbdCommand::Flush, 0, 0, 0).unwrap();
-    thread::sleep(SOON * 3);
+    thread::sleep(STALL + SOON * 3);
     assert_eq!(a.counters(), before);
     let found = Buffer::zeroed(512);
     block_on(a.disk().read(GuestOffset(0), found.clone().into())).unwrap();
