@@ -51,8 +51,10 @@ fn a_list_that_is_stopped_halfway_ends_there_and_the_next_one_is_complete() {
     on_uml(|| {
         let guest = Guest::start(256, without(Features::REPORTING));
         let free = guest.in_largest_blocks();
-        let mut halfway = 0;
-        for round in 1..=5 {
+        // On a busy host the guest may come to its end before it is notified, again and again.
+        let (mut halfway, mut round) = (0, 0);
+        while round < 5 || (halfway == 0 && round < 100) {
+            round += 1;
             let short = Arc::new(Short { list: List::default(), balloon: guest.balloon.clone() });
             guest.balloon.request_list(short.clone()).unwrap();
             until("it is stopped", || guest.balloon.hint_list().state == HintState::Stopped);
