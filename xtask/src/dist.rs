@@ -16,7 +16,7 @@ use crate::{program, shell};
 pub(crate) fn run() -> Result<()> {
     let built = program::build_unstripped()?;
     let folder = built.ancestors().nth(2).context("a program in no target folder")?.join("dist");
-    let shipped = split(&built, &folder)?;
+    let shipped = split(&built, &folder, "objcopy")?;
     for (what, path) in [("built", &built), ("shipped", &shipped.program), ("debug information", &shipped.debug)] {
         let size = fs::metadata(path).with_context(|| path.display().to_string())?.len();
         println!("{what:<18} {:>6.1} MiB  {}", mebibytes(size), path.display());
@@ -27,21 +27,21 @@ pub(crate) fn run() -> Result<()> {
 
 /// A stripped program, and what was taken from it.
 #[derive(Debug)]
-struct Shipped {
-    program: PathBuf,
+pub(crate) struct Shipped {
+    pub(crate) program: PathBuf,
     debug: PathBuf,
 }
 
-/// Takes a program apart into `folder`. The stripped one names the other (`.gnu_debuglink`), which debuggers and Rust's
-/// own backtraces look for beside it and under `/usr/lib/debug`.
-fn split(built: &Path, folder: &Path) -> Result<Shipped> {
+/// Takes a program apart into `folder`, with the `objcopy` for its processor. The stripped one names the other
+/// (`.gnu_debuglink`), which debuggers and Rust's own backtraces look for beside it and under `/usr/lib/debug`.
+pub(crate) fn split(built: &Path, folder: &Path, objcopy: &str) -> Result<Shipped> {
     fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     let name = built.file_name().context("a program without a name")?;
     let program = folder.join(name);
     let mut debug = name.to_owned();
     debug.push(".debug");
     let debug = folder.join(debug);
-    let objcopy = || Command::new("objcopy");
+    let objcopy = || Command::new(objcopy);
     let only_debug = ["--only-keep-debug", "--compress-debug-sections=zlib"];
     shell::run(objcopy().args(only_debug).args([built, &debug]))?;
     let mut link = std::ffi::OsString::from("--add-gnu-debuglink=");
@@ -54,7 +54,7 @@ fn split(built: &Path, folder: &Path) -> Result<Shipped> {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a size for people")]
-fn mebibytes(bytes: u64) -> f64 {
+pub(crate) fn mebibytes(bytes: u64) -> f64 {
     bytes as f64 / 1_048_576.0
 }
 
@@ -66,7 +66,7 @@ mod tests {
     fn a_stripped_program_runs_and_its_lines_are_found_in_the_debug_file() {
         let folder = limosa_testkit::scratch().unwrap();
         let own = std::env::current_exe().unwrap();
-        let shipped = split(&own, folder.path()).unwrap();
+        let shipped = split(&own, folder.path(), "objcopy").unwrap();
         let size = |path: &Path| fs::metadata(path).unwrap().len();
         assert!(size(&shipped.program) < size(&own) / 2, "{} of {}", size(&shipped.program), size(&own));
         let listed = shell::output(Command::new(&shipped.program).arg("--list")).unwrap();

@@ -76,7 +76,7 @@ pub(crate) fn package() -> Result<()> {
 /// Makes a workspace of the packages.
 fn unpack(crates: &[Published]) -> Result<PathBuf> {
     let root = shell::workspace();
-    let (packages, folder) = (root.join("target/package"), root.join("target/packages"));
+    let (packages, folder) = (root.join("target/package"), root.join("target/published"));
     if folder.exists() {
         fs::remove_dir_all(&folder).with_context(|| folder.display().to_string())?;
     }

@@ -50,7 +50,7 @@ impl TestCounts {
 
 /// Runs all of it.
 pub(crate) fn run() -> Result<()> {
-    let without_qemu = std::env::var_os("LIMOSA_SKIP_QEMU").is_some_and(|value| value == "1");
+    let without_qemu = setup::is_skipped("LIMOSA_SKIP_QEMU");
     if without_qemu {
         println!("LIMOSA_SKIP_QEMU=1: tests that need QEMU are skipped");
     } else {
@@ -90,12 +90,7 @@ pub(crate) fn run() -> Result<()> {
 
     let skips = SkipLog::new()?;
     if has_nextest() {
-        let mut tests = cargo(&["nextest", "run", "--workspace", "--all-features", "--no-fail-fast", "--config-file"]);
-        tests.arg(shell::workspace().join("xtask/nextest.toml"));
-        // Most tests wait for guests, disks and time limits more than they compute.
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        tests.arg("--test-threads").arg((2 * processors).to_string());
-        note("tests", counted(skips.pass_to(tests), nextest_summary)?);
+        note("tests", counted(skips.pass_to(nextest()), nextest_summary)?);
     } else {
         let tests = cargo(&["test", "--workspace", "--all-targets", "--all-features", "--no-fail-fast"]);
         note("tests", counted(skips.pass_to(tests), libtest_summary)?);
@@ -121,6 +116,16 @@ pub(crate) fn run() -> Result<()> {
     if failures.is_empty() { Ok(()) } else { bail!("{}", failures.join(", ")) }
 }
 
+/// All tests of the workspace by cargo-nextest.
+pub(crate) fn nextest() -> Command {
+    let mut tests = cargo(&["nextest", "run", "--workspace", "--all-features", "--no-fail-fast", "--config-file"]);
+    tests.arg(shell::workspace().join("xtask/nextest.toml"));
+    // Most tests wait for guests, disks and time limits more than they compute.
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    tests.arg("--test-threads").arg((2 * processors).to_string());
+    tests
+}
+
 fn cargo(arguments: &[&str]) -> Command {
     let mut command = Command::new("cargo");
     command.current_dir(shell::workspace()).args(arguments);
@@ -142,7 +147,7 @@ fn models() -> Command {
     command
 }
 
-fn has_nextest() -> bool {
+pub(crate) fn has_nextest() -> bool {
     shell::output(Command::new("cargo").args(["nextest", "--version"])).is_ok()
 }
 

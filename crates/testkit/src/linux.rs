@@ -86,8 +86,11 @@ for port in /sys/class/virtio-ports/*; do
 done";
 
 impl LinuxGuest {
-    /// QEMU's arguments; the initrd is written into `folder`.
-    pub(crate) fn arguments(&self, folder: &Path) -> Result<Vec<(&'static str, String)>> {
+    /// Returns QEMU's arguments. The initrd is written into `folder`.
+    ///
+    /// # Errors
+    /// The guest's parts are not there (`cargo xtask setup`), or the initrd cannot be written.
+    pub fn arguments(&self, folder: &Path) -> Result<Vec<(&'static str, String)>> {
         let parts = guest_folder()?;
         let virtio: &[&str] = if self.modules { &MODULES } else { &[] };
         let agent: &[&str] = if self.agent { &AGENT_MODULES } else { &[] };

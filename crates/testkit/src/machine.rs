@@ -14,6 +14,7 @@ use anyhow::{Context as _, Result, bail};
 use crate::backend::MemoryBackend;
 use crate::heartbeat::HeartbeatGuest;
 use crate::linux::LinuxGuest;
+use crate::series::Series;
 use crate::vm::{Role, Vm};
 
 /// The accelerator.
@@ -109,6 +110,7 @@ pub(crate) enum Guest {
 pub struct Machine {
     pub(crate) guest: Guest,
     pub(crate) kind: String,
+    pub(crate) series: Series,
     pub(crate) accelerator: Accelerator,
     pub(crate) memory: u64,
     pub(crate) backend: MemoryBackend,
@@ -123,6 +125,7 @@ impl Machine {
         Self {
             guest,
             kind: "q35".to_owned(),
+            series: Series::default(),
             accelerator: Accelerator::default(),
             memory,
             backend: MemoryBackend::default(),
@@ -153,6 +156,12 @@ impl Machine {
     pub fn kind(mut self, kind: &str) -> Self {
         kind.clone_into(&mut self.kind);
         self
+    }
+
+    /// The QEMU that runs it; the one in `PATH` by default.
+    #[must_use]
+    pub fn series(self, series: Series) -> Self {
+        Self { series, ..self }
     }
 
     /// Sets the accelerator; TCG by default.
@@ -269,23 +278,16 @@ impl Machine {
     /// # Errors
     /// The files cannot be made, or the memory is of a file, which would go with this process.
     pub fn command_line(&self, folder: &Path) -> Result<Vec<String>> {
-        crate::require_qemu()?;
+        let program = self.series.program()?;
         let (memory_object, made) = self.prepare_memory()?;
         if made.is_some() {
             bail!("{:?} memory belongs to a Vm", self.backend);
         }
-        let mut words: Vec<String> = [
-            "qemu-system-x86_64",
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-no-reboot",
-            "-serial",
-            "stdio",
-        ]
-        .map(str::to_owned)
-        .into();
+        let program = program.to_str().context("a path that is no text")?;
+        let mut words: Vec<String> =
+            [program, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
+                .map(str::to_owned)
+                .into();
         words.extend(self.definition(&memory_object, folder)?);
         Ok(words)
     }

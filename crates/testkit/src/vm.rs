@@ -16,7 +16,6 @@ use crate::heartbeat::{Heartbeat, HeartbeatGuest, PASS_ADDRESS, check_heartbeat}
 use crate::machine::{Guest, Machine};
 use crate::process::Process;
 use crate::qmp::Qmp;
-use crate::requirement::require_qemu;
 use crate::serial::{LINE, Line, Serial};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,11 +40,11 @@ pub struct Vm {
 
 impl Vm {
     pub(crate) fn start(machine: &Machine, role: Role) -> Result<Self> {
-        require_qemu()?;
+        let program = machine.series.program()?;
         let folder = crate::scratch()?;
         let at = |name: &str| folder.path().join(name);
         let (memory_object, made) = machine.prepare_memory()?;
-        let mut command = Command::new("qemu-system-x86_64");
+        let mut command = Command::new(program);
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
         command.args(machine.definition(&memory_object, folder.path())?);
         for monitor in ["qmp-test", "qmp"] {
@@ -194,18 +193,49 @@ impl Vm {
         let pieces = [bytes.start.min(below)..bytes.end.min(below), bytes.start.max(below)..bytes.end.max(below)];
         for piece in pieces.into_iter().filter(|piece| !piece.is_empty()) {
             let address = if piece.start < below { piece.start } else { piece.start - below + (4 << 30) };
-            let path = self.folder.path().join("picture");
-            let size = piece.end - piece.start;
-            let arguments = json!({ "val": address, "size": size, "filename": path });
-            self.execute("pmemsave", arguments)?;
-            let picture = std::fs::read(&path).context("the picture of the memory")?;
-            std::fs::remove_file(&path).context("the picture of the memory")?;
-            if picture.len() as u64 != size {
-                bail!("pmemsave wrote {} bytes instead of {size}", picture.len());
-            }
-            all.extend(picture);
+            all.extend(self.read_physical(address, piece.end - piece.start)?);
         }
         Ok(all)
+    }
+
+    /// Reads guest-physical memory.
+    fn read_physical(&self, address: u64, size: u64) -> Result<Vec<u8>> {
+        let path = self.folder.path().join("picture");
+        match self.execute("pmemsave", json!({ "val": address, "size": size, "filename": path })) {
+            Ok(_) => {}
+            // QEMU 11.1 refuses it until a lazy restore has ended.
+            Err(error) if format!("{error:#}").contains("not allowed during migration") => {
+                return self.examine_physical(address, size);
+            }
+            Err(error) => return Err(error),
+        }
+        let picture = std::fs::read(&path).context("the picture of the memory")?;
+        std::fs::remove_file(&path).context("the picture of the memory")?;
+        if picture.len() as u64 != size {
+            bail!("pmemsave wrote {} bytes instead of {size}", picture.len());
+        }
+        Ok(picture)
+    }
+
+    /// Reads guest-physical memory with the command for people: three bytes of text for a byte.
+    fn examine_physical(&self, address: u64, size: u64) -> Result<Vec<u8>> {
+        const AT_ONCE: u64 = 64 << 10;
+        let mut bytes = Vec::new();
+        for from in (0..size.div_ceil(AT_ONCE)).map(|number| number * AT_ONCE) {
+            let words = (size - from).min(AT_ONCE).div_ceil(8);
+            let line = format!("xp /{words}gx {:#x}", address + from);
+            let said = self.execute("human-monitor-command", json!({ "command-line": line }))?;
+            let said = said.as_str().with_context(|| format!("{line}: {said}"))?;
+            for word in said.split_whitespace().filter_map(|word| word.strip_prefix("0x")) {
+                let value = u64::from_str_radix(word, 16).with_context(|| format!("{line}: {word}"))?;
+                bytes.extend(value.to_le_bytes());
+            }
+        }
+        if (bytes.len() as u64) < size {
+            bail!("{} bytes at {address:#x} instead of {size}", bytes.len());
+        }
+        bytes.truncate(usize::try_from(size)?);
+        Ok(bytes)
     }
 
     /// How much of the RAM is below 4 GiB (QEMU docs and sources: the PCI hole of `q35` and `pc`).

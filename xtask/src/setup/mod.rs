@@ -1,5 +1,5 @@
-//! `cargo xtask setup`: QEMU, cryptsetup, libnbd's and libvirt's clients, XFS's tools, and the parts of two Linux
-//! guests, on Debian and Ubuntu.
+//! `cargo xtask setup`: QEMU, an older and a newer one beside it, cryptsetup, libnbd's and libvirt's clients, XFS's
+//! tools, and the parts of two Linux guests, on Debian and Ubuntu.
 //!
 //! Law: what exists already is not touched, only checked. What needs root is planned first ([`plan`]); root executes
 //! the plan, any other user gets it as one line to run. The guests' kernels and busybox are never installed: they are
@@ -13,12 +13,15 @@ use anyhow::{Context as _, Result, bail};
 use crate::shell;
 
 mod guest;
-mod packages;
+pub(crate) mod packages;
 mod plan;
+pub(crate) mod qemus;
 mod sources;
 mod uml;
 
-use plan::{Machine, Plan};
+pub(crate) use plan::Machine;
+use plan::Plan;
+use qemus::Series;
 
 /// The oldest QEMU that writes mapped-ram files (QEMU docs: migration/mapped-ram).
 const QEMU_AT_LEAST: (u32, u32) = (9, 0);
@@ -29,9 +32,17 @@ const PACKERS: [(&str, &str); 5] =
 
 /// Installs what is missing, or says which line to run.
 pub(crate) fn run() -> Result<()> {
+    run_with(qemus::wanted())
+}
+
+/// Installs what is missing, with these series of QEMU.
+pub(crate) fn run_with(series: &[Series]) -> Result<()> {
     let mut missing = missing_packages();
-    let uml_missing = !uml::is_skipped() && !uml::is_complete();
-    if missing.is_empty() && guest::is_complete() && !uml_missing {
+    let (uml_missing, series_missing) = (uml::is_missing(), qemus::are_missing(series));
+    if series_missing && shell::find_program("mmdebstrap").is_none() {
+        missing.push("mmdebstrap");
+    }
+    if missing.is_empty() && guest::is_complete() && !uml_missing && !series_missing {
         return Ok(());
     }
     if std::env::consts::ARCH != "x86_64" || std::env::consts::OS != "linux" {
@@ -71,7 +82,16 @@ pub(crate) fn run() -> Result<()> {
         uml::fetch().context("fetching user-mode Linux (LIMOSA_SKIP_UML=1 does without)")?;
         uml::build_library()?;
     }
+    if series_missing {
+        qemus::fetch(&machine, series)
+            .context("fetching an older and a newer QEMU (LIMOSA_SKIP_SERIES=1 does without)")?;
+    }
     Ok(())
+}
+
+/// Whether the user does without what this variable names: it is 1.
+pub(crate) fn is_skipped(variable: &str) -> bool {
+    std::env::var_os(variable).is_some_and(|value| value == "1")
 }
 
 /// Runs the plan if we are root; otherwise prints it as one line and fails.
@@ -84,7 +104,7 @@ fn as_root(plan: &Plan) -> Result<()> {
     }
 }
 
-fn is_root() -> Result<bool> {
+pub(crate) fn is_root() -> Result<bool> {
     // The owner of our own /proc entry is the effective user.
     use std::os::unix::fs::MetadataExt as _;
     Ok(std::fs::metadata("/proc/self").context("/proc/self")?.uid() == 0)
@@ -134,12 +154,12 @@ fn missing_packages() -> Vec<&'static str> {
             missing.push(package);
         }
     }
-    if std::env::var_os("LIMOSA_SKIP_LIBVIRT").is_none_or(|value| value != "1") {
+    if !is_skipped("LIMOSA_SKIP_LIBVIRT") {
         missing.extend(missing_libvirt());
     }
     // Not needed where the user has a filesystem that shares space, or wants to do without.
     let own = std::env::var_os("LIMOSA_REFLINK_DIR").is_none();
-    if own && std::env::var_os("LIMOSA_SKIP_REFLINK").is_none_or(|value| value != "1") && !has_xfs_tools() {
+    if own && !is_skipped("LIMOSA_SKIP_REFLINK") && !has_xfs_tools() {
         missing.push("xfsprogs");
     }
     missing

@@ -1,5 +1,5 @@
-//! Packages that are unpacked and never installed: downloaded by apt from the machine's own sources, into a cache
-//! folder.
+//! Packages that are unpacked and never installed: downloaded from the machine's own sources, into a cache folder or a
+//! system in one.
 //!
 //! Law: the folder is complete or it is not there: it is filled under another name and renamed.
 
@@ -9,6 +9,8 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
 
+use super::plan::Machine;
+use super::sources;
 use crate::shell;
 
 /// Has `fill` fill a folder, which then takes the place of `place`. It is given another one to work in, too.
@@ -83,6 +85,17 @@ fn unpack(program: &str, from: &Path, to: &Path) -> Result<()> {
 pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
     std::fs::copy(from, to).with_context(|| format!("copying {} to {}", from.display(), to.display()))?;
     Ok(())
+}
+
+/// Has mmdebstrap fill `root` from a suite of the machine's own mirror; `folder` is where its file of sources goes.
+pub(crate) fn bootstrap(machine: &Machine, suite: &str, options: &[&str], folder: &Path, root: &Path) -> Result<()> {
+    let (file, text) = sources::with_suite(&machine.sources, &machine.codename, suite)?;
+    let list = folder.join(file.file_name().context("a file of apt sources")?);
+    std::fs::write(&list, text).with_context(|| format!("writing {}", list.display()))?;
+    let mut bootstrap = Command::new("mmdebstrap");
+    // The archive's list of a suite that has ended is past its date.
+    bootstrap.args(["--aptopt=Acquire::Check-Valid-Until \"false\"", "--aptopt=Acquire::Retries \"3\""]);
+    shell::run(bootstrap.args(options).arg(suite).arg(root).arg(list))
 }
 
 /// Every regular file below `folder`; symbolic links are not followed.

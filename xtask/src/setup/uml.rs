@@ -23,14 +23,10 @@ fn folder() -> PathBuf {
     shell::workspace().join("target/guest/uml")
 }
 
-/// Whether it is not wanted.
-pub(crate) fn is_skipped() -> bool {
-    std::env::var_os("LIMOSA_SKIP_UML").is_some_and(|value| value == "1")
-}
-
-/// Whether all is there.
-pub(crate) fn is_complete() -> bool {
-    ["linux.uml", LIBRARY].iter().all(|name| folder().join(name).is_file())
+/// Whether it is wanted, and not there.
+pub(crate) fn is_missing() -> bool {
+    let is_complete = || ["linux.uml", LIBRARY].iter().all(|name| folder().join(name).is_file());
+    !super::is_skipped("LIMOSA_SKIP_UML") && !is_complete()
 }
 
 /// Builds the library that the guest needs on processors with many registers, and puts it beside the kernel.

@@ -7,7 +7,7 @@ use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, Machine, Qmp, Vm, kill9, 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::clones::Scene;
+use crate::clone_scene::Scene;
 use crate::needs_qemu;
 use crate::overlays::*;
 use crate::stage::*;

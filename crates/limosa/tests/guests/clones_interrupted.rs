@@ -11,7 +11,7 @@ use limosa_testkit::Qmp;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::clones::{Scene, pids, processes_of};
+use crate::clone_scene::{Scene, pids, processes_of};
 use crate::needs_qemu;
 use crate::stage::*;
 

@@ -10,7 +10,7 @@ use limosa_testkit::{Qmp, Vm, scratch};
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::clones::Scene;
+use crate::clone_scene::Scene;
 use crate::devices::firmware;
 use crate::needs_qemu;
 use crate::stage::*;

@@ -8,6 +8,10 @@ mod stage;
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod overlays;
 
+#[path = "../stage/clones.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod clone_scene;
+
 mod clones;
 mod clones_disks;
 mod clones_interrupted;

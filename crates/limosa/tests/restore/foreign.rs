@@ -262,7 +262,7 @@ fn a_vm_that_was_saved_inside_its_disk_comes_back_lazily() {
         save_inside(&source, "later");
         let snapshot = scene.path("imported");
         let import = ["import", text(&disk), text(&snapshot), "--force", "--no-sync", "--tag"];
-        limosa(&scene, &[&import[..], &["before"]].concat()).one_line(&[text(&disk), "another process"]);
+        limosa(&scene, &[&import[..], &["before"]].concat()).one_line(&[text(&disk), "has it open"]);
         limosa(&scene, &[&import[..], &["none", "-U"]].concat())
             .one_line(&["no snapshot with the id or name \"none\""]);
         let report = limosa(&scene, &[&import[..], &["before", "-U", "--json"]].concat()).json();

@@ -6,6 +6,10 @@
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod stage;
 
+#[path = "../stage/destination.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod destination;
+
 mod scene;
 
 mod channels;

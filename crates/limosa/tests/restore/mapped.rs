@@ -8,24 +8,12 @@ use std::process::Command;
 use limosa_testkit::{HeartbeatGuest, Machine, MemoryBackend, Vm};
 use serde_json::Value;
 
+use crate::destination::{mapped, object};
 use crate::needs_qemu;
 use crate::scene::{
     Saved, Scene, assert_consistent, assert_failed, beat, load_ballast, migration_status, saved_beat, small_beat, text,
 };
 use crate::stage::{Found, limosa, names};
-
-/// The options that limosa prints for a QEMU that maps the snapshot: words of `-object`, by the backend's id.
-fn object(snapshot: &Path, id: &str) -> String {
-    let printed = limosa(["inspect", "--qemu-args", "--json", text(snapshot)]).json();
-    let words: Vec<String> = serde_json::from_value(printed["arguments"].clone()).unwrap();
-    let mut objects = words.windows(2).filter(|pair| pair[0] == "-object").map(|pair| pair[1].clone());
-    objects.find(|object| object.contains(&format!("id={id},"))).unwrap_or_else(|| panic!("no {id} in {words:?}"))
-}
-
-/// This machine, as a destination whose memory is the snapshot.
-pub(crate) fn mapped(machine: &Machine, snapshot: &Path) -> Machine {
-    machine.clone().memory_object(&object(snapshot, "mem"))
-}
 
 pub(crate) fn all_memory(vm: &Vm) -> Vec<u8> {
     vm.read_memory(0..vm.machine().memory_bytes()).unwrap()

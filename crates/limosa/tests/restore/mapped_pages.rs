@@ -8,7 +8,8 @@ use std::process::Command;
 use limosa_testkit::Vm;
 use serde_json::{Value, json};
 
-use crate::mapped::{all_memory, mapped};
+use crate::destination::mapped;
+use crate::mapped::all_memory;
 use crate::needs_qemu;
 use crate::scene::{Saved, Scene, assert_failed, beat, saved_beat, small_beat, text};
 use crate::stage::limosa;

@@ -7,7 +7,7 @@ use limosa_snapshot::{RecordedMode, Snapshot, WorkingSet};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::mapped::mapped;
+use crate::destination::mapped;
 use crate::needs_qemu;
 use crate::scene::{
     BALLAST, Saved, Scene, assert_ballast, assert_consistent, assert_failed, beat, control, release, saved_beat,

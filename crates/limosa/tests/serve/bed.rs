@@ -117,6 +117,14 @@ impl Serving {
         format!("nbd+unix:///{export}?socket={}", self.socket.display())
     }
 
+    /// The port of 127.0.0.1 that it listens at.
+    #[track_caller]
+    pub(crate) fn port(&self) -> u16 {
+        let said = self.said();
+        let port = said.split_once("//127.0.0.1:").and_then(|(_, rest)| rest.split_once('/')?.0.parse().ok());
+        port.unwrap_or_else(|| panic!("no port in {said:?}"))
+    }
+
     /// A client of the testkit.
     #[track_caller]
     pub(crate) fn client(&self) -> NbdClient {

@@ -196,7 +196,7 @@ fn incremental_backups_by_overlays_miss_nothing() {
         write(&serving, &[&format!("write -P {} {}M 64k", round + 60, round + 14)]);
         // It is not committed while it is copied.
         let reader = bed.serve("reader", &["--read-only", "two"]);
-        ctl(&bed, &["commit", "disk"]).one_line(&["two", "another process has it open"]);
+        ctl(&bed, &["commit", "disk"]).one_line(&["two", "has it open and allows no writing"]);
         reader.stop();
         assert_eq!(back_up(&bed, "two", "b0", &mut copy), 192 << 10);
         bed.qemu_img(&["convert", "-O", "raw", "@two", "@whole"]);

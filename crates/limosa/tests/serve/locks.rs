@@ -21,7 +21,8 @@ fn an_image_that_is_served_is_locked_as_qemu_locks_it() {
     };
     let serving = bed.serve("nbd", &["disk"]);
     assert!(!info(&[]) && info(&["-U"]));
-    let said = bed.refused(&["disk", "--nbd", "unix:other"]).one_line(&["disk", "another process has it open"]);
+    let said =
+        bed.refused(&["disk", "--nbd", "unix:other"]).one_line(&["cannot lock disk: limosa (process ", "has it open"]);
     assert!(said.contains(&format!("limosa (process {})", serving.pid())), "{said}");
     let mut reader = NbdClient::open(&bed.path("nbd"), "", &[]).unwrap();
     assert_eq!(reader.write(0, 0, &[1; 512]).unwrap(), 0);
@@ -37,7 +38,7 @@ fn an_image_that_is_served_is_locked_as_qemu_locks_it() {
     let other = bed.serve("other", &["--read-only", "disk"]);
     assert!(info(&[]));
     assert!(qemu_io(["-c", "write 0 512", path.to_str().unwrap()]).is_err());
-    bed.refused(&["disk", "--nbd", "unix:writer"]).one_line(&["another process has it open"]);
+    bed.refused(&["disk", "--nbd", "unix:writer"]).one_line(&["has it open and allows no writing"]);
     assert_eq!(one.client().write(0, 0, &[2; 512]).unwrap(), 1);
     assert!(nbdinfo(&[&other.uri("")])["exports"][0]["is_read_only"] == true);
     one.stop();

@@ -154,10 +154,9 @@ fn it_listens_at_several_addresses() {
     let bed = Bed::new();
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "1M"]);
     let serving = bed.serve("nbd", &["disk", "--nbd", "tcp:127.0.0.1:0"]);
-    let said = serving.said();
-    let port = said.split("nbd://127.0.0.1:").nth(1).and_then(|rest| rest.split('/').next()).unwrap();
+    let port = serving.port();
     assert_eq!(nbdinfo(&[&format!("nbd://127.0.0.1:{port}")])["exports"][0]["export-size"], 1 << 20);
-    let mut tcp = NbdClient::tcp(port.parse().unwrap()).unwrap();
+    let mut tcp = NbdClient::tcp(port).unwrap();
     tcp.go("").unwrap();
     let mut unix = serving.client();
     assert_eq!(tcp.write(0, 0, &[3; 512]).unwrap(), 0);

@@ -23,8 +23,7 @@ impl Encrypted {
         fs::write(bed.path("disk"), vec![1; 1 << 20]).unwrap();
         let words = [&["-f", "raw", "disk", "--nbd", "tcp:127.0.0.1:0", "--tls-creds", "pki"], more].concat();
         let serving = bed.serve("nbd", &words);
-        let said = serving.said();
-        let port = said.split("127.0.0.1:").nth(1).and_then(|rest| rest.split('/').next()).unwrap().parse().unwrap();
+        let port = serving.port();
         Self { bed, serving, port }
     }
 
@@ -108,8 +107,7 @@ fn only_clients_with_an_allowed_name_are_served() {
     let served = |allow: &str| {
         let words = ["-f", "raw", "disk", "--nbd", "tcp:127.0.0.1:0", "--tls-creds", "pki", "--tls-allow", allow];
         let serving = bed.serve("nbd", &words);
-        let said = serving.said();
-        let port = said.split("127.0.0.1:").nth(1).and_then(|rest| rest.split('/').next()).unwrap().to_owned();
+        let port = serving.port();
         let found = ["one", "two", "pki"].map(|folder| {
             let folder = bed.path(folder);
             let uri = format!("nbds://127.0.0.1:{port}/?tls-certificates={}", folder.display());

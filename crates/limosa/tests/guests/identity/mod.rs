@@ -12,7 +12,7 @@ use limosa_testkit::{LinuxGuest, Machine, Serial, Vm, kill9, scratch, wait_for};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::clones::processes_of;
+use crate::clone_scene::processes_of;
 use crate::stage::*;
 
 /// A Linux guest that was saved, and the folder of its clones; QEMUs that use it end with this.

@@ -25,10 +25,15 @@ pub(crate) struct Scene {
 
 impl Scene {
     pub(crate) fn new() -> Self {
+        let machine = Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(64 << 10) });
+        Self::between(&machine, &machine)
+    }
+
+    /// A guest that was saved in one machine, and runs in another.
+    pub(crate) fn between(source: &Machine, machine: &Machine) -> Self {
         let folder = scratch().unwrap();
         std::fs::create_dir(folder.path().join("tmp")).unwrap();
-        let machine = Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(64 << 10) });
-        let source = machine.start().unwrap();
+        let source = source.start().unwrap();
         source.wait_heartbeats(2).unwrap();
         let snapshot = folder.path().join("snapshot");
         save(&source, &snapshot, &["--stop"]);
@@ -38,7 +43,7 @@ impl Scene {
             let path = folder.path().join(monitor);
             line.extend(["-qmp".to_owned(), format!("unix:{},server=on,wait=off", path.display())]);
         }
-        Self { folder, machine, snapshot, lap, line }
+        Self { folder, machine: machine.clone(), snapshot, lap, line }
     }
 
     /// Saves a VM that has a balloon besides.
