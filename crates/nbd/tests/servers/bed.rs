@@ -54,7 +54,12 @@ impl Liar {
     }
 
     pub(crate) fn connect(&self) -> Result<Arc<NbdStorage>, StorageError> {
-        self.connect_within(Duration::from_secs(5))
+        self.silent_for(Duration::from_secs(5))
+    }
+
+    /// Connects, with a server that may be silent for this long while requests are in flight.
+    pub(crate) fn silent_for(&self, time: Duration) -> Result<Arc<NbdStorage>, StorageError> {
+        NbdStorage::connect(&self.address(), &ConnectOptions::default().timeouts(Duration::from_secs(5), time))
     }
 
     pub(crate) fn connect_within(&self, time: Duration) -> Result<Arc<NbdStorage>, StorageError> {

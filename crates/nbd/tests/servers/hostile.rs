@@ -143,7 +143,7 @@ fn a_server_that_says_nothing_is_given_up() {
     let began = Instant::now();
     assert!(silent.connect_within(Duration::from_millis(100)).is_err());
     let stalled = Liar::agreeing(Headers::Extended, |_| Vec::new());
-    let disk = stalled.connect_within(Duration::from_millis(100)).unwrap();
+    let disk = stalled.silent_for(Duration::from_millis(100)).unwrap();
     // An idle connection has no time limit.
     thread::sleep(Duration::from_millis(300));
     assert!(read(&disk).is_err() && began.elapsed() < SOON);
