@@ -9,9 +9,11 @@
 
 use std::fmt;
 
-use flate2::{Compress, FlushCompress, Status};
+use flate2::{Compress as Deflate, FlushCompress, Status};
 use limosa_page::to_u64;
 use limosa_storage::{Buffer, IoVector};
+
+use crate::setters::setters;
 
 /// The logarithm of a deflate stream's window.
 const WINDOW_BITS: u8 = 12;
@@ -56,6 +58,16 @@ impl Compression {
     }
 }
 
+/// How the clusters of an image are compressed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Compress {
+    /// The level of [`Disk::compressor`](crate::Disk::compressor).
+    pub level: Option<u8>,
+}
+
+setters!(Compress { level: Option<u8> });
+
 /// Compresses clusters for one image; for one thread.
 pub struct Compressor {
     compression: Compression,
@@ -67,7 +79,7 @@ pub struct Compressor {
 }
 
 enum Encoder {
-    Zlib(Box<Compress>),
+    Zlib(Box<Deflate>),
     Zstd(zstd::bulk::Compressor<'static>),
 }
 
@@ -105,7 +117,7 @@ impl Compressor {
         let encoder = match compression {
             Compression::Zlib => {
                 let level = flate2::Compression::new(level.into());
-                Encoder::Zlib(Box::new(Compress::new_with_window_bits(level, false, WINDOW_BITS)))
+                Encoder::Zlib(Box::new(Deflate::new_with_window_bits(level, false, WINDOW_BITS)))
             }
             Compression::Zstd => Encoder::Zstd(zstd::bulk::Compressor::new(level.into()).ok()?),
         };

@@ -57,7 +57,7 @@ mod test_disk;
 mod truncation;
 
 pub use bitmap::{BitmapAction, BitmapBits, DirtyBitmap};
-pub use compression::{CompressedClusters, Compressor};
+pub use compression::{Compress, CompressedClusters, Compressor};
 pub use disk::{BlockStatus, Disk, MapEntry, Pending};
 pub use error::ImageError;
 pub use gate::{FilePurpose, Policy};

@@ -83,7 +83,8 @@ setters!(OpenOptions {
 impl OpenOptions {
     /// Of files below the image, which are not written.
     fn below(&self) -> Self {
-        Self { format: None, read_only: true, snapshot: None, journals: None, ..self.clone() }
+        let qcow2 = self.qcow2.clone().compress(None);
+        Self { format: None, read_only: true, snapshot: None, journals: None, qcow2, ..self.clone() }
     }
 
     fn file(&self) -> FileOptions {

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use limosa_image::Disk;
 use limosa_image::qcow2::{Header, ImageParts, Qcow2Options, ReflinkMode, ResizeOptions, resize};
+use limosa_image::{Compress, Disk};
 use limosa_storage::testing::{Delayed, Fault, PowerCut, RequestHolder, SeededRandom, SparseMemory};
 use limosa_storage::{Storage, block_on};
 use limosa_testkit::image::TestImage;
@@ -37,7 +37,8 @@ pub(crate) fn open(storages: Storages, chance: &mut SeededRandom) -> Verdict<Arc
         ]))
         .allocate_ahead(*chance.choose(&[0, 64 << 10, 4 << 20]))
         .discard(chance.one_in(2));
-    open_as(storages, options)
+    let compresses = storages.data.is_none() && storages.cipher.is_none() && chance.one_in(3);
+    open_as(storages, options.compress(compresses.then(Compress::default)))
 }
 
 pub(crate) fn open_as(storages: Storages, options: Qcow2Options) -> Verdict<Arc<dyn Disk>> {

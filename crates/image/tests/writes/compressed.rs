@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use limosa_image::qcow2::{CheckOptions, CheckReport, Compression, CreateOptions, Qcow2Options, check};
-use limosa_image::{Disk, GuestOffset, ImageError};
+use limosa_image::{Compress, Disk, GuestOffset, ImageError};
 use limosa_storage::testing::SeededRandom;
 use limosa_storage::{Buffer, IoVector, Storage, block_on};
 use limosa_testkit::image::{TestImage, contents, memory_file, raw, raw_filled, read, read_all, write};
@@ -138,6 +138,59 @@ fn a_host_cluster_is_given_back_with_the_last_of_its_contents_and_not_before() {
     // A few host clusters, and not as many as were written.
     let now = image.file.length().unwrap();
     assert!(now <= length + 4 * CLUSTER, "{length:#x} {now:#x}");
+}
+
+#[test]
+fn an_image_compresses_the_whole_clusters_that_are_written_to_it() {
+    for compression in [Compression::Zlib, Compression::Zstd] {
+        let size = 40 * CLUSTER + 1024;
+        let image = TestImage::new(&CreateOptions::default().size(size).compression(compression));
+        let disk = image.open_with(Qcow2Options::default().compress(Some(Compress::default().level(Some(1)))));
+        let mut expected = text(3, size);
+        write(&*disk, 0, &expected);
+        let noise = SeededRandom::new(1).bytes(usize::try_from(CLUSTER).unwrap());
+        let mut chance = SeededRandom::new(2);
+        for round in 0..200_u64 {
+            let at = chance.below(size - 1);
+            let length = (1 + chance.below(3 * CLUSTER)).min(size - at);
+            let at = if chance.one_in(2) { at / CLUSTER * CLUSTER } else { at };
+            let bytes = match chance.below(4) {
+                0 => noise[..usize::try_from(length.min(CLUSTER)).unwrap()].to_vec(),
+                1 => vec![0; usize::try_from(length).unwrap()],
+                _ => text(round.to_le_bytes()[0], length),
+            };
+            let place = usize::try_from(at).unwrap();
+            expected[place..place + bytes.len()].copy_from_slice(&bytes);
+            write(&*disk, at, &bytes);
+        }
+        assert!(read_all(&*disk) == expected, "{compression:?}");
+        // Each whole cluster again, in one write that begins and ends within one.
+        expected = text(9, size);
+        write(&*disk, 100, &expected[100..]);
+        write(&*disk, 0, &expected[..100]);
+        block_on(disk.close()).unwrap();
+        let report = checked(&*image.file);
+        assert_eq!(report.compressed_clusters, 39, "{compression:?}: neither the first nor the last one");
+        assert!(read_all(&*image.open_read_only()) == expected, "{compression:?}");
+        if !limosa_testkit::qemu_skipped() {
+            assert!(seen(&*image.file) == expected, "{compression:?}");
+        }
+    }
+}
+
+#[test]
+fn an_image_that_cannot_compress_is_not_opened_to_do_so() {
+    let compress = |level| Qcow2Options::default().compress(Some(Compress::default().level(level)));
+    let image = TestImage::new(&CreateOptions::default().size(CLUSTER));
+    for level in [0, 10] {
+        let error = image.try_open(None, compress(Some(level))).unwrap_err().to_string();
+        assert!(error.contains("takes 1 to 9"), "{error}");
+    }
+    let outside = TestImage::new(&CreateOptions::default().size(CLUSTER).data_file(Some("data".into())));
+    let error = outside.try_open(None, compress(None)).unwrap_err().to_string();
+    assert!(error.contains("data file"), "{error}");
+    // Nothing is written to an image that is only read.
+    outside.try_open(None, compress(None).read_only(true)).unwrap();
 }
 
 #[test]

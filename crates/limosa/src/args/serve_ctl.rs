@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use limosa_console::parse;
+use limosa_image::Compress;
 use limosa_image::qcow2::SnapshotChoice;
 use limosa_image::resize::NewSize;
 use limosa_qemu::qmp::MonitorAddress;
@@ -54,6 +55,15 @@ pub(crate) struct ServedImageArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) size: Option<u64>,
 
+    /// Compress whole clusters that clients write, in a qcow2 image: for backups that are written once, in large
+    /// requests. A cluster that is written in parts is stored uncompressed
+    #[arg(long, conflicts_with_all = ["read_only", "snapshot"])]
+    pub(crate) compress: bool,
+
+    /// Level of compression: zlib 1 to 9 (default 9), zstd 1 to 22 (default 3)
+    #[arg(long, value_name = "LEVEL", requires = "compress")]
+    pub(crate) compress_level: Option<u8>,
+
     /// Cache mode: none, writeback, writethrough, unsafe, directsync
     #[arg(long, value_name = "MODE", default_value = "writeback")]
     pub(crate) cache: CacheMode,
@@ -61,6 +71,13 @@ pub(crate) struct ServedImageArgs {
     /// Asynchronous I/O backend; native means the same as `io_uring` here
     #[arg(long, value_name = "threads|native|io_uring", value_parser = parse_aio)]
     pub(crate) aio: Option<Io>,
+}
+
+impl ServedImageArgs {
+    /// How what clients write is compressed, if it is.
+    pub(crate) fn compress(&self) -> Option<Compress> {
+        self.compress.then(|| Compress::default().level(self.compress_level))
+    }
 }
 
 #[derive(Debug, Subcommand)]

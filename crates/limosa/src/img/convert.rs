@@ -4,9 +4,10 @@ use std::process::ExitCode;
 
 use limosa_image::chain::OpenOptions;
 use limosa_image::convert::{
-    self, Compress, ConvertCounters, ConvertRequest, ConvertTarget, InputStream, NewTarget, ResumeOptions, Streams,
+    self, ConvertCounters, ConvertRequest, ConvertTarget, InputStream, NewTarget, ResumeOptions, Streams,
 };
-use limosa_image::{Format, ImageError, OperationError};
+use limosa_image::reference::Reference;
+use limosa_image::{Compress, Format, ImageError, OperationError};
 use limosa_storage::{CacheMode, Io, LockPolicy, block_on};
 use serde_json::json;
 

@@ -110,11 +110,19 @@ fn follow(wanted: &mut Wanted) -> anyhow::Result<Image> {
     };
     *wanted = overlay::follow(Wanted { name: Some(name), ..wanted.clone() })?;
     let image = wanted.open_image()?;
-    if let Err(error) = warn_of_header(wanted, &image) {
+    if let Err(error) = warn_of_header(wanted, &image).and_then(|()| refuse_uncompressed(wanted, &image)) {
         let _ = block_on(image.as_disk().close());
         return Err(error);
     }
     Ok(image)
+}
+
+/// Refuses an image that cannot have compressed contents, if they are asked for.
+fn refuse_uncompressed(wanted: &Wanted, image: &Image) -> anyhow::Result<()> {
+    if let Some(compress) = wanted.compress.filter(|_| !wanted.is_read_only()) {
+        image.as_disk().compressor(compress.level)?;
+    }
+    Ok(())
 }
 
 /// Warns if an image is served as raw that begins as one of another format: its clients would see, and write, the
@@ -174,6 +182,7 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             bitmaps: how.bitmap.clone(),
             offset: how.offset,
             size: how.size,
+            compress: how.compress(),
             journals: images.journals.clone(),
             below: None,
         };

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use limosa_image::chain::{self, Image, NamedImage, OpenOptions};
 use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
 use limosa_image::reference::Reference;
-use limosa_image::{Disk, Format, ImageError};
+use limosa_image::{Compress, Disk, Format, ImageError};
 use limosa_storage::{LockHolders, OpenError, block_on};
 
 use crate::img::open::{resolve, warn};
@@ -33,6 +33,8 @@ pub(super) struct Wanted {
     /// Offset of the export in the disk.
     pub(super) offset: u64,
     pub(super) size: Option<u64>,
+    /// Whether whole clusters that clients write are stored compressed.
+    pub(super) compress: Option<Compress>,
     /// Where it has its journal.
     pub(super) journals: Option<JournalFolder>,
     /// The image that it is an overlay of, if this server put it on that.
@@ -69,8 +71,12 @@ impl Wanted {
             anyhow::bail!("--bitmap and --snapshot exclude each other: bitmaps are of the disk as it is now");
         }
         let NamedImage { reference, options, .. } = resolve(&self.source)?;
-        let options =
-            options.read_only(self.is_read_only()).snapshot(self.snapshot.clone()).journals(self.journals.clone());
+        let qcow2 = options.qcow2.clone().compress(self.compress);
+        let options = options
+            .read_only(self.is_read_only())
+            .snapshot(self.snapshot.clone())
+            .journals(self.journals.clone())
+            .qcow2(qcow2);
         let image = open_when_released(&reference, &options).map_err(|error| self.explained(error))?;
         if !self.is_read_only() {
             warn(&self.source, &image);

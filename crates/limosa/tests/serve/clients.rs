@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use limosa_testkit::qemu_io;
+use limosa_testkit::{qemu_img, qemu_io};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, nbdinfo, tool};
+use crate::bed::{Bed, ctl, io, nbdinfo, tool};
 use crate::needs_qemu;
 
 /// Bytes that differ from block to block, with holes.
@@ -38,6 +38,54 @@ fn nbdinfo_shows_all_properties() {
     let sizes = ["block_size_minimum", "block_size_preferred", "block_size_maximum"].map(|size| export[size].as_u64());
     assert_eq!(sizes, [Some(1), Some(65536), Some(32 << 20)]);
     serving.stop();
+}
+
+#[test]
+fn what_stock_clients_copy_to_a_server_that_compresses_is_compressed() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let contents = contents();
+    fs::write(bed.path("in.raw"), &contents).unwrap();
+    let [from, out] = ["in.raw", "out.raw"].map(|name| bed.path(name).to_str().unwrap().to_owned());
+    for (disk, options) in [("zlib", "compression_type=zlib"), ("zstd", "compression_type=zstd")] {
+        bed.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, &format!("@{disk}"), "10M"]);
+        let serving = bed.serve(&format!("nbd-{disk}"), &["--compress", disk]);
+        let uri = serving.uri("");
+        bed.qemu_img(&["convert", "-n", "-f", "raw", "-O", "raw", &from, &uri]);
+        tool("nbdcopy", &["--connections=4", "--requests=16", "--flush", &from, &uri]);
+        // A part of a cluster: it is stored as it is.
+        io(&uri, "raw", &["write -P 7 1M 4k"]);
+        serving.stop();
+        let image = bed.path(disk);
+        let path = image.to_str().unwrap();
+        let report: Value = serde_json::from_str(&qemu_img(["check", "--output=json", path]).unwrap()).unwrap();
+        // A third are zeros.
+        assert_eq!(
+            (&report["compressed-clusters"], &report["allocated-clusters"]),
+            (&json!(105), &json!(106)),
+            "{report}"
+        );
+        assert!(fs::metadata(&image).unwrap().len() < 2 << 20);
+        bed.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", path, &out]);
+        let mut expected = contents.clone();
+        expected[1 << 20..(1 << 20) + 4096].fill(7);
+        assert!(fs::read(&out).unwrap() == expected, "{disk}");
+    }
+    bed.qemu_img(&["create", "-q", "-f", "raw", "@raw", "1M"]);
+    for (words, reason) in [
+        (&["--compress", "-f", "raw", "raw"][..], "format raw does not support compressed contents"),
+        (&["--compress", "--compress-level", "10", "zlib"], "zlib takes 1 to 9"),
+    ] {
+        bed.refused(&[words, &["--nbd", "unix:refused"]].concat()).one_line(&[reason]);
+    }
+    assert!(!bed.refused(&["--compress", "--read-only", "zlib"]).status.success());
+    // And one that is added later.
+    let serving = bed.serve("nbd", &["--control", "control", "--allow-dir", "."]);
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@later", "10M"]);
+    ctl(&bed, &["add", "later", "--compress", "--compress-level", "1"]).success();
+    bed.qemu_img(&["convert", "-n", "-f", "raw", "-O", "raw", &from, &serving.uri("later")]);
+    serving.stop();
+    assert!(fs::metadata(bed.path("later")).unwrap().len() < 2 << 20);
 }
 
 #[test]

@@ -8,9 +8,8 @@ use std::ops::Range;
 use limosa_page::to_u64;
 use limosa_storage::{Buffer, IoVector};
 
-use super::Compress;
 use super::plan::{Action, Span, whole_units};
-use crate::compression::{CompressedClusters, Compressor};
+use crate::compression::{Compress, CompressedClusters, Compressor};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;

@@ -39,7 +39,7 @@ use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use compressing::{Compressing, Write};
 pub use counters::ConvertCounters;
-pub use options::{Compress, ConvertOptions};
+pub use options::ConvertOptions;
 use plan::{Action, Content, Cutter, Rules, Span, Step};
 pub use request::{ConvertRequest, ConvertTarget, CopyBitmaps, NewTarget, PreparedConversion};
 use resume::Checkpoints;

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::compression::Compress;
 use crate::setters::setters;
 
 /// How to convert.
@@ -38,16 +39,6 @@ pub struct ConvertOptions {
     /// no effect then.
     pub compress: Option<Compress>,
 }
-
-/// How a target's clusters are compressed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Compress {
-    /// The level of [`Disk::compressor`](crate::Disk::compressor).
-    pub level: Option<u8>,
-}
-
-setters!(Compress { level: Option<u8> });
 
 setters!(ConvertOptions {
     max_in_flight: usize,

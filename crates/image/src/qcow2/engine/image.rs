@@ -73,12 +73,12 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt;
-use limosa_page::to_usize;
 use limosa_storage::{IoVector, Storage, Striped, StripedArc};
 
 use super::allocator::Allocator;
 use super::cancelled_writes::CancelledWrites;
-use super::context::{Context, ENCRYPTED_AND_COMPRESSED};
+use super::compressed_writes::{CompressedWrites, compressor};
+use super::context::Context;
 use super::counters::Counts;
 use super::dirty_bitmaps::DirtyBitmaps;
 use super::flusher::{Flusher, FlusherParts};
@@ -167,6 +167,8 @@ struct Inner {
     flusher: Arc<Flusher>,
     reader: Reader,
     writer: Striped<Arc<Writer>>,
+    /// Compresses what is written, if that was asked for.
+    compressed_writes: Option<CompressedWrites>,
     grower: Arc<Grower>,
     bitmaps: Arc<DirtyBitmaps>,
     requests: Requests,
@@ -279,7 +281,10 @@ impl Inner {
         let ImageParts { file, data_file, backing, header, journal, cipher } = parts;
         let lengths = Arc::new(Lengths::new(&*file, data_file.as_deref())?);
         let recorder = journal.map(Journal::begin).transpose()?;
+        let compress = options.compress;
         let context = Arc::new(Context::new(file, data_file, backing, recorder, (&header, cipher, options)));
+        let compress = compress.filter(|_| !context.is_read_only());
+        let compressed_writes = compress.map(|compress| CompressedWrites::new(&context, compress)).transpose()?;
         let l1 = context.read_file(header.l1.0, u64::from(header.l1.1) * 8).await?;
         let l1 = L1::new(header.l1.0, &l1, *context.geometry());
         let (refcounts, metadata) = Self::metadata(&context, &header, &l1).await?;
@@ -321,8 +326,20 @@ impl Inner {
         let bitmaps = Arc::new(DirtyBitmaps::new(Arc::clone(&context), Arc::clone(&header), Arc::clone(&allocator)));
         let grower = Grower::new(&owners, Arc::clone(&bitmaps), Arc::clone(writer.own()));
         let (grower, requests, closing) = (Arc::new(grower), Requests::default(), Rank::Closing.mutex(None));
-        let inner =
-            Self { context, header, allocator, tables, flusher, reader, writer, grower, bitmaps, requests, closing };
+        let inner = Self {
+            context,
+            header,
+            allocator,
+            tables,
+            flusher,
+            reader,
+            writer,
+            compressed_writes,
+            grower,
+            bitmaps,
+            requests,
+            closing,
+        };
         if !inner.context.is_read_only() {
             match inner.bitmaps.load().await {
                 Ok(()) => {}
@@ -397,24 +414,16 @@ impl Disk for Qcow2 {
             let length = from.len() as u64;
             let _inside = inner.admit(at, length)?;
             let _marking = inner.bitmaps.marking(at, length);
-            inner.writer.own().write(at, from).await
+            match &inner.compressed_writes {
+                Some(compressed) => compressed.write(&inner.context, inner.writer.own(), at, from).await,
+                None => inner.writer.own().write(at, from).await,
+            }
         }))
     }
 
     /// Refused besides: an image with an external data file, or with encrypted contents.
     fn compressor(&self, level: Option<u8>) -> Result<Compressor, ImageError> {
-        let context = &self.inner().context;
-        if context.has_data_file() {
-            return Err(context.unsupported("an image with an external data file cannot have compressed contents"));
-        }
-        if context.is_encrypted() {
-            return Err(context.unsupported(ENCRYPTED_AND_COMPRESSED));
-        }
-        let compression = context.compression();
-        Compressor::new(compression, to_usize(context.geometry().cluster_size()), level).ok_or_else(|| {
-            let (name, highest) = (compression.name(), compression.highest_level());
-            context.unsupported(format!("compression level {}: {name} takes 1 to {highest}", level.unwrap_or_default()))
-        })
+        compressor(&self.inner().context, level)
     }
 
     fn write_compressed(&self, at: GuestOffset, from: CompressedClusters) -> Pending<'_> {

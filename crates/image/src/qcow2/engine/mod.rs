@@ -4,6 +4,7 @@
 
 pub(super) mod allocator;
 pub(super) mod cancelled_writes;
+mod compressed_writes;
 pub(super) mod context;
 pub(super) mod counters;
 pub(super) mod dirty_bitmaps;

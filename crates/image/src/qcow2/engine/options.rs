@@ -1,5 +1,6 @@
 //! Options of an open image.
 
+use crate::compression::Compress;
 use crate::setters::setters;
 
 /// Whether contents of a new cluster are cloned, where the filesystem can, in place of being copied.
@@ -43,6 +44,9 @@ pub struct Qcow2Options {
     pub allocate_ahead: u64,
     /// Whether freed clusters are discarded in the storage.
     pub discard: bool,
+    /// Whether whole clusters that a write covers are stored compressed, as
+    /// [`write_compressed`](crate::Disk::write_compressed) does.
+    pub compress: Option<Compress>,
 }
 
 setters!(Qcow2Options {
@@ -52,6 +56,7 @@ setters!(Qcow2Options {
     lazy_refcounts: Option<bool>,
     allocate_ahead: u64,
     discard: bool,
+    compress: Option<Compress>,
 });
 
 impl Default for Qcow2Options {
@@ -63,6 +68,7 @@ impl Default for Qcow2Options {
             lazy_refcounts: None,
             allocate_ahead: 4 << 20,
             discard: true,
+            compress: None,
         }
     }
 }

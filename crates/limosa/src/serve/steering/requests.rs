@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use limosa_image::BitmapAction;
 use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
+use limosa_image::{BitmapAction, Compress};
 use limosa_storage::{CacheMode, Io};
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +36,10 @@ pub(in crate::serve) struct AddRequest {
     offset: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     size: Option<u64>,
+    #[serde(default)]
+    compress: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compress_level: Option<u8>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cache: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -74,6 +78,8 @@ impl AddRequest {
             bitmaps: bitmap.clone(),
             offset: args.how.offset,
             size: args.how.size,
+            compress: args.how.compress,
+            compress_level: args.how.compress_level,
             cache: Some(args.how.cache.as_str().to_owned()),
             aio: args.how.aio.and_then(aio_name).map(str::to_owned),
         })
@@ -81,6 +87,10 @@ impl AddRequest {
 
     pub(super) fn wanted(self, untrusted: bool, journals: Option<JournalFolder>) -> anyhow::Result<Wanted> {
         anyhow::ensure!(!self.shared || self.read_only, "shared needs read-only");
+        anyhow::ensure!(self.compress || self.compress_level.is_none(), "compress-level needs compress");
+        let is_read_only = self.read_only || self.snapshot.is_some();
+        anyhow::ensure!(!self.compress || !is_read_only, "compress needs an image that is written");
+        let compress = self.compress.then(|| Compress::default().level(self.compress_level));
         let cache = self.cache.as_deref().map(str::parse).transpose()?.unwrap_or(CacheMode::Writeback);
         let io = self.aio.as_deref().map(parse_aio).transpose().map_err(anyhow::Error::msg)?.unwrap_or_default();
         let source = Source {
@@ -101,6 +111,7 @@ impl AddRequest {
             bitmaps: self.bitmaps,
             offset: self.offset,
             size: self.size,
+            compress,
             journals,
             below: None,
         })

@@ -5,9 +5,10 @@ use limosa_storage::testing::{Loss, PowerCut, SeededRandom};
 use limosa_storage::{FileOptions, Io, MemoryStorage, block_on};
 
 use super::*;
+use crate::compression::Compress;
 use crate::disk::BlockStatus;
 use crate::offset::GuestOffset;
-use crate::operations::convert::{Compress, ConvertOptions, convert_recorded};
+use crate::operations::convert::{ConvertOptions, convert_recorded};
 use crate::qcow2::{CreateOptions, Header, ImageParts, Qcow2, Qcow2Options};
 use crate::raw::{Raw, RawOptions};
 use crate::test_disk::{Part, TestDisk};
