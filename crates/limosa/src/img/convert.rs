@@ -184,13 +184,14 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
         ConvertTarget::New(new_target(options)?)
     };
     let mut request = ConvertRequest::new(sources, target);
+    let is_cached = !options.target.cache.is_direct() && target.location().path().is_some();
     request.bitmaps = options.bitmaps;
     request.resume = options.resume.then(|| ResumeOptions::new(description(options)));
     request.options = convert::ConvertOptions::default()
         .max_in_flight(options.parallel.into())
         .sparse(options.sparse_size)
         // Writes into the page cache of one file wait for each other in the kernel: in order, reads continue meanwhile.
-        .out_of_order(options.out_of_order && options.target.cache.is_direct())
+        .out_of_order(options.out_of_order && !is_cached)
         .target_is_zero(options.target_is_zero)
         .salvage(options.salvage)
         .copy_range(options.copy_range)

@@ -64,6 +64,8 @@ impl ConvertOptions {
 
 impl Default for ConvertOptions {
     fn default() -> Self {
+    /// Bytes of a piece that is written to a server, whose answer takes longer than a copy: QEMU's.
+    pub const EXPORT_PIECE: u64 = 2 << 20;
         Self {
             max_in_flight: 8,
             chunk_size: Self::PIECE,

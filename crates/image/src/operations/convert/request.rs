@@ -36,7 +36,9 @@ pub struct ConvertRequest {
     pub sources: Vec<NamedImage>,
     /// The target.
     pub target: ConvertTarget,
-    /// The way of copying. For a new target, `backing_length` and `target_is_zero` are determined from it.
+    /// The way of copying. For a new target, `backing_length` and `target_is_zero` are determined from it; for an
+    /// [`Overlay`](ConvertTarget::Overlay), also `target_has_contents`. Pieces for a server's export are at least
+    /// [`ConvertOptions::EXPORT_PIECE`].
     pub options: ConvertOptions,
     /// Whether the dirty bitmaps of the source, which is the only one, are copied, too.
     pub bitmaps: Option<CopyBitmaps>,
@@ -65,8 +67,9 @@ pub enum ConvertTarget {
 }
 
 impl ConvertTarget {
-    /// Where its bytes are.
-    fn location(&self) -> Location {
+    /// Returns where its bytes are.
+    #[must_use]
+    pub fn location(&self) -> Location {
         match self {
             Self::Existing(named) => named.reference.location.clone(),
             Self::New(new) => new.image.location.clone(),
@@ -167,6 +170,9 @@ impl ConvertRequest {
             let (disk, identities) = chain::open_with_identities(&source.reference, &source.options).await?;
             // A source that stands on the target: locks tell it too, where there are any.
             if identity.as_ref().is_some_and(|target| identities.contains(target)) {
+        if output.is_none() && location.path().is_none() {
+            options.chunk_size = options.chunk_size.max(ConvertOptions::EXPORT_PIECE);
+        }
                 return Err(same());
             }
             sources.push(disk);

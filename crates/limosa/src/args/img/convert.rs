@@ -76,7 +76,8 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 'm', long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     parallel: Option<u8>,
 
-    /// Write out of order where that is faster, which is with -t none; clusters are then allocated in any order
+    /// Write out of order where that is faster, which is with -t none and to NBD servers; clusters are then allocated in
+    /// any order
     #[arg(short = 'W', long)]
     oob_writes: bool,
 
