@@ -205,6 +205,14 @@ impl ImageFile {
         }
     }
 
+    /// Whether `other` is the same image in the same bytes; `false` also of bytes that have no identity.
+    pub(crate) fn is_same_image(&self, other: &Self) -> bool {
+        self.identity().is_some()
+            && (self.identity(), self.format) == (other.identity(), other.format)
+            && (self.reference.offset, self.reference.size) == (other.reference.offset, other.reference.size)
+            && self.reference.backing == other.reference.backing
+    }
+
     /// Opens the contents of an image in the format `luks`.
     pub(crate) async fn decrypted(&self, secrets: &Secrets) -> Result<EncryptedStorage, ImageError> {
         let passphrase = passphrase(&*self.storage, &self.reference, secrets)?;

@@ -1,8 +1,9 @@
 //! `limosa img convert`.
 
+use std::ffi::OsStr;
 use std::process::ExitCode;
 
-use limosa_image::chain::OpenOptions;
+use limosa_image::chain::{NamedImage, OpenOptions};
 use limosa_image::convert::{
     self, ConvertCounters, ConvertRequest, ConvertTarget, InputStream, NewTarget, ResumeOptions, Streams,
 };
@@ -178,13 +179,13 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
         anyhow::Ok(named)
     };
     let sources = options.sources.iter().map(resolved).collect::<anyhow::Result<Vec<_>>>()?;
-    let target = if options.no_create {
-        ConvertTarget::Existing(open::resolve(&target(options))?)
-    } else {
-        ConvertTarget::New(new_target(options)?)
+    let target = match &options.backing {
+        Some(backing) if options.no_create => overlay(options, backing)?,
+        None if options.no_create => ConvertTarget::Existing(open::resolve(&target(options))?),
+        Some(_) | None => ConvertTarget::New(new_target(options)?),
     };
-    let mut request = ConvertRequest::new(sources, target);
     let is_cached = !options.target.cache.is_direct() && target.location().path().is_some();
+    let mut request = ConvertRequest::new(sources, target);
     request.bitmaps = options.bitmaps;
     request.resume = options.resume.then(|| ResumeOptions::new(description(options)));
     request.options = convert::ConvertOptions::default()
@@ -245,6 +246,12 @@ fn check(options: &ConvertOptions) -> anyhow::Result<()> {
     if options.backing.is_some() && options.sources.len() > 1 {
         anyhow::bail!("-B: needs exactly one source: the target cannot share the backing file of several");
     }
+    if options.backing.is_some() && options.target_is_zero {
+        anyhow::bail!("-B and --target-is-zero exclude each other: the target reads as its backing file");
+    }
+    if options.no_create && options.backing.is_none() && options.backing_format.is_some() {
+        anyhow::bail!("{}: -F needs a backing file; give it with -B", options.name);
+    }
     Ok(())
 }
 
@@ -265,6 +272,15 @@ fn target(options: &ConvertOptions) -> Source {
         force_share: false,
         untrusted: options.sources.iter().any(|source| source.untrusted),
     }
+}
+
+/// An image that exists, with the backing file that it must have.
+fn overlay(options: &ConvertOptions, backing: &OsStr) -> anyhow::Result<ConvertTarget> {
+    let image = open::resolve(&target(options))?;
+    let format = options.backing_format.as_deref().map(str::parse).transpose()?;
+    let reference = Reference::from_image(backing, &image.reference.location)?;
+    let backing = Box::new(NamedImage::new(reference, image.options.clone().format(format)));
+    Ok(ConvertTarget::Overlay { image, backing })
 }
 
 fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {

@@ -368,6 +368,82 @@ fn options_go_together_on_what_lies_below() {
 }
 
 #[test]
+fn an_overlay_that_exists_gets_what_lies_above_its_backing_file() {
+    needs_qemu!();
+    let bed = Bed::new();
+    images(&bed);
+    for (own, options) in [("", ""), ("something", ""), ("something", "extended_l2=on,cluster_size=128k")] {
+        for more in [&[][..], &["-c"], &["-S", "0"], &["-W", "-t", "none"]] {
+            let options = if options.is_empty() { vec![] } else { vec!["-o", options] };
+            bed.create(&[&["-f", "qcow2", "-b", "base", "-F", "qcow2"], &options[..], &["there", "14M"]].concat());
+            if !own.is_empty() {
+                // Where the source has zeros, contents, what lies below, what is behind the backing file's end.
+                bed.qemu_io("there", &["write -P 0xdd 60k 80k", "write -P 0xdd 4M 1100k", "write -z 6M 64k"]);
+                bed.qemu_io("there", &["write -P 0xdd 9M 2000k", "write -P 0xdd 11400k 700k", "write -P 7 13M 4k"]);
+            }
+            let first = ["convert", "-n", "-f", "qcow2", "-O", "qcow2", "-B", "base"];
+            let words = [&first[..], more, &["overlay", "there"]].concat();
+            bed.limosa(&words).success();
+            bed.create(&["-f", "qcow2", "-b", "overlay", "-F", "qcow2", "whole", "14M"]);
+            if !own.is_empty() {
+                // What lies behind the source's end stays.
+                bed.qemu_io("whole", &["write -P 7 13M 4k"]);
+            }
+            let compared = bed.qemu_img(&["compare", "-f", "qcow2", "-F", "qcow2", "whole", "there"]);
+            assert_eq!(compared.status, Some(0), "{words:?} {options:?}: {compared:?}");
+            bed.qemu_img(&["check", "-q", "there"]).success();
+            let map = bed.qemu_img(&["map", "--output", "json", "there"]).success().stdout;
+            let map: Vec<serde_json::Value> = serde_json::from_str(&map).unwrap();
+            assert!(map.iter().any(|run| run["depth"] == 1 && run["data"] == true), "all was copied: {map:?}");
+        }
+    }
+}
+
+#[test]
+fn an_overlay_that_exists_has_the_backing_file_that_is_named() {
+    needs_qemu!();
+    let bed = Bed::new();
+    images(&bed);
+    bed.create(&["-f", "qcow2", "-b", "base", "-F", "qcow2", "there", "12M"]);
+    let before = std::fs::read(bed.path("there")).unwrap();
+    let words = |more: &[&'static str]| {
+        [&["convert", "-n", "-f", "qcow2", "-O", "qcow2"], more, &["overlay", "there"]].concat()
+    };
+    for (more, reason) in [
+        (&["-B", "packed"][..], "its backing file is"),
+        (&["-B", "base", "-F", "raw"], "(qcow2), not"),
+        (&["-B", "absent"], "absent"),
+        (&["-B", "base", "--target-is-zero"], "--target-is-zero"),
+        (&["-F", "qcow2"], "-B"),
+    ] {
+        let words = words(more);
+        assert_one_line(&bed.limosa(&words).into(), &words, reason);
+    }
+    assert!(std::fs::read(bed.path("there")).unwrap() == before, "a refused target was written");
+    for (target, format) in [("plain", "qcow2"), ("plain.raw", "raw")] {
+        bed.create(&["-f", format, target, "12M"]);
+        let words = ["convert", "-n", "-f", "qcow2", "-O", format, "-B", "base", "overlay", target];
+        assert_one_line(&bed.limosa(&words).into(), &words, "no backing file");
+    }
+    // By another name of the file.
+    std::os::unix::fs::symlink("base", bed.path("link")).unwrap();
+    bed.limosa(&words(&["-B", "link", "-F", "qcow2"])).success();
+    bed.limosa(&[
+        "convert",
+        "-n",
+        "--target-image-opts",
+        "-f",
+        "qcow2",
+        "-B",
+        "base",
+        "overlay",
+        "driver=qcow2,file.filename=there",
+    ])
+    .success();
+    assert_alike(&bed, ["qcow2"; 2], ["overlay", "there"]);
+}
+
+#[test]
 fn what_cannot_be_read_is_salvaged_as_stock_does() {
     needs_qemu!();
     let bed = Bed::new();

@@ -34,7 +34,7 @@ use limosa_page::{broken_invariant, to_u64};
 use limosa_storage::{Buffer, block_on};
 
 use super::operation::{DiskOperation, OperationError, Progress, ProgressObserver};
-use crate::disk::Disk;
+use crate::disk::{BlockStatus, Disk};
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use compressing::{Compressing, Write};
@@ -407,6 +407,11 @@ impl<'a> Conversion<'a> {
                 }
                 Err(error) => return Err(OperationError::at(DiskOperation::Mapping, at)(error)),
             };
+            let span = if span.content == Content::Below && self.options.target_has_contents {
+                self.uncovered(span).await.map_err(OperationError::at(DiskOperation::Mapping, at))?
+            } else {
+                span
+            };
             feed.at = span.range.end;
             feed.cutter.push(span);
         }
@@ -416,6 +421,19 @@ impl<'a> Conversion<'a> {
     fn shared(&self) -> Option<Shared> {
         let length = self.options.backing_length?;
         Some(Shared { layers: self.options.layers.max(1), length })
+    }
+
+    /// The beginning of a span that the target's backing image has: what the source has there, where the target has
+    /// something of its own. No step before it changes that.
+    async fn uncovered(&self, span: Span) -> Result<Span, ImageError> {
+        let Range { start, end } = span.range;
+        let mapped = self.target.map(GuestOffset(start), end - start).await?;
+        let end = start + mapped.length.clamp(1, end - start);
+        if mapped.depth > 0 || mapped.kind == BlockStatus::Unallocated {
+            return Ok(Span { range: start..end, content: Content::Below });
+        }
+        let Span { range, content } = self.source.map(start, None).await?;
+        Ok(Span { range: start..range.end.min(end), content })
     }
 
     /// Waits for the turn of a step, if it has one: false if all is over.

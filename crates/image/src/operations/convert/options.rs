@@ -23,6 +23,9 @@ pub struct ConvertOptions {
     /// Length in bytes of the target's backing image, which has the contents of the source's: only contents of the
     /// source itself are copied.
     pub backing_length: Option<u64>,
+    /// With `backing_length`: whether the target may have contents of its own, which hide those of its backing image.
+    /// They are replaced by the source's.
+    pub target_has_contents: bool,
     /// With `backing_length`: the number of files at the top of the source's chain whose contents are copied; 1 is the
     /// source itself.
     pub layers: u32,
@@ -47,6 +50,7 @@ setters!(ConvertOptions {
     out_of_order: bool,
     target_is_zero: bool,
     backing_length: Option<u64>,
+    target_has_contents: bool,
     layers: u32,
     window: Option<Range<u64>>,
     salvage: bool,
@@ -60,12 +64,12 @@ impl ConvertOptions {
     pub const SPARSE: u64 = 4096;
     /// Bytes of a piece that measured well: it stays in the processor's cache between being read and written.
     pub const PIECE: u64 = 1 << 20;
+    /// Bytes of a piece that is written to a server, whose answer takes longer than a copy: QEMU's.
+    pub const EXPORT_PIECE: u64 = 2 << 20;
 }
 
 impl Default for ConvertOptions {
     fn default() -> Self {
-    /// Bytes of a piece that is written to a server, whose answer takes longer than a copy: QEMU's.
-    pub const EXPORT_PIECE: u64 = 2 << 20;
         Self {
             max_in_flight: 8,
             chunk_size: Self::PIECE,
@@ -73,6 +77,7 @@ impl Default for ConvertOptions {
             out_of_order: false,
             target_is_zero: false,
             backing_length: None,
+            target_has_contents: false,
             layers: 1,
             window: None,
             salvage: false,

@@ -9,17 +9,18 @@ use std::os::unix::fs::FileTypeExt;
 use std::sync::Arc;
 
 use limosa_page::broken_invariant;
-use limosa_storage::{Io, block_on};
+use limosa_storage::{Io, LockPolicy, block_on};
 
 use super::bitmaps::Bitmaps;
 use super::resume::{Beginning, Paths, Resumable, ResumeOptions, source_state};
 use super::source::Source;
 use super::stream::{InputStream, OutputImage, PipeRest, RawInput, Streams, open_qcow2, unsupported};
 use super::{ConvertCounters, ConvertOptions, convert_on_threads, convert_recorded, convert_stream};
-use crate::chain::{self, Image, NamedImage, OpenOptions};
+use crate::chain::{self, Image, ImageFile, NamedImage, OpenOptions};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::new_image::{CreatedFiles, NewImage, NewImageFormat, UnfinishedFiles};
+use crate::operations::info::ImageInfo;
 use crate::operations::operation::{OperationError, ProgressObserver};
 use crate::preallocation::Preallocation;
 use crate::probe::Format;
@@ -62,6 +63,14 @@ pub enum CopyBitmaps {
 pub enum ConvertTarget {
     /// An image that exists.
     Existing(NamedImage),
+    /// An image that exists, and its backing image, which has the contents of the source's backing image: they are not
+    /// copied.
+    Overlay {
+        /// The image.
+        image: NamedImage,
+        /// The backing image. One that is not the image's own is refused.
+        backing: Box<NamedImage>,
+    },
     /// An image that is created.
     New(NewTarget),
 }
@@ -71,7 +80,7 @@ impl ConvertTarget {
     #[must_use]
     pub fn location(&self) -> Location {
         match self {
-            Self::Existing(named) => named.reference.location.clone(),
+            Self::Existing(named) | Self::Overlay { image: named, .. } => named.reference.location.clone(),
             Self::New(new) => new.image.location.clone(),
         }
     }
@@ -142,7 +151,7 @@ impl ConvertRequest {
     /// # Errors
     /// [`OperationError::Image`]: an image cannot be opened or created; [`OperationError::Backing`]: nor can the new
     /// target's backing file; [`OperationError::SameFile`]; [`OperationError::SharedBacking`];
-    /// [`OperationError::TooLarge`]; bitmaps that cannot be copied.
+    /// [`OperationError::TooLarge`]; bitmaps that cannot be copied; an overlay has another backing file, or none.
     pub async fn prepare(self, unfinished: &UnfinishedFiles) -> Result<PreparedConversion<'_>, OperationError> {
         self.prepare_streams(Streams::default(), unfinished).await
     }
@@ -161,6 +170,9 @@ impl ConvertRequest {
         let Streams { input, output } = streams;
         let location = target.location();
         let same = || OperationError::SameFile { target: location.to_string() };
+        if output.is_none() && location.path().is_none() {
+            options.chunk_size = options.chunk_size.max(ConvertOptions::EXPORT_PIECE);
+        }
         let identity = location.identity().filter(|_| output.is_none());
         if identity.is_some() && named.iter().any(|source| source.reference.location.identity() == identity) {
             return Err(same());
@@ -170,9 +182,6 @@ impl ConvertRequest {
             let (disk, identities) = chain::open_with_identities(&source.reference, &source.options).await?;
             // A source that stands on the target: locks tell it too, where there are any.
             if identity.as_ref().is_some_and(|target| identities.contains(target)) {
-        if output.is_none() && location.path().is_none() {
-            options.chunk_size = options.chunk_size.max(ConvertOptions::EXPORT_PIECE);
-        }
                 return Err(same());
             }
             sources.push(disk);
@@ -225,6 +234,14 @@ impl ConvertRequest {
                 (image, None)
             }
             ConvertTarget::Existing(target) => (target, None),
+            ConvertTarget::Overlay { image, backing } => {
+                if sources.len() != 1 {
+                    return Err(OperationError::SharedBacking { backing: backing.reference.to_string() });
+                }
+                options.backing_length = Some(backing_length(&image, &backing).await?);
+                (options.target_has_contents, options.target_is_zero) = (true, false);
+                (image, None)
+            }
             ConvertTarget::New(new) => {
                 if let Some(input) = &input {
                     new.check_growth(input.name())?;
@@ -239,6 +256,27 @@ impl ConvertRequest {
         let target = Target::Image(target);
         Ok(PreparedConversion { sources, input, rest, target, options, length, created, bitmaps, resumable })
     }
+}
+
+/// Length in bytes of an image's backing image, which must be `backing`. Nothing is locked: the image is opened with
+/// its locks later.
+async fn backing_length(image: &NamedImage, backing: &NamedImage) -> Result<u64, ImageError> {
+    let options = |named: &NamedImage| OpenOptions {
+        read_only: true,
+        snapshot: None,
+        lock: LockPolicy::None,
+        ..named.options.clone()
+    };
+    let refuse = |what| Err(unsupported(&image.reference.to_string().into(), what));
+    let chain = chain::files(&image.reference, &options(image)).await?;
+    let Some(own) = chain.get(1) else { return refuse("it has no backing file") };
+    let asked = OpenOptions { format: backing.options.format.or(Some(own.format)), ..options(backing) };
+    let asked = ImageFile::open(&backing.reference, &asked).await?;
+    if !asked.is_same_image(own) {
+        let own = format!("its backing file is {} ({})", own.reference, own.format);
+        return refuse(&format!("{own}, not {} ({})", asked.reference, asked.format));
+    }
+    Ok(ImageInfo::of(own).await?.virtual_size)
 }
 
 /// Opens the image in a stream: a raw one is returned; another one is added to the sources, and what follows its
@@ -405,19 +443,20 @@ impl NewTarget {
 /// Refuses a conversion that cannot be continued. `other`: what is asked for needs all of it in one go.
 fn check_resume(target: &ConvertTarget, other: bool) -> Result<(), ImageError> {
     let location = target.location();
-    let what =
-        match target {
-            _ if other => "pipes, bitmaps, writes out of order and unreadable sources exclude continuing a copy",
-            ConvertTarget::Existing(_) => "only a copy into a new image can be continued",
-            _ if location.path().is_none() => "only a copy into a file can be continued",
-            ConvertTarget::New(new) if new.image.cache.ignores_flush() => {
-                "a copy can be continued only if its cache mode makes contents durable"
-            }
-            ConvertTarget::New(NewTarget {
-                image: NewImage { format: NewImageFormat::Qcow2(options), .. }, ..
-            }) if options.data_file.is_some() => "a copy with a data file cannot be continued",
-            ConvertTarget::New(_) => return Ok(()),
-        };
+    let what = match target {
+        _ if other => "pipes, bitmaps, writes out of order and unreadable sources exclude continuing a copy",
+        ConvertTarget::Existing(_) | ConvertTarget::Overlay { .. } => "only a copy into a new image can be continued",
+        _ if location.path().is_none() => "only a copy into a file can be continued",
+        ConvertTarget::New(new) if new.image.cache.ignores_flush() => {
+            "a copy can be continued only if its cache mode makes contents durable"
+        }
+        ConvertTarget::New(NewTarget { image: NewImage { format: NewImageFormat::Qcow2(options), .. }, .. })
+            if options.data_file.is_some() =>
+        {
+            "a copy with a data file cannot be continued"
+        }
+        ConvertTarget::New(_) => return Ok(()),
+    };
     Err(unsupported(&location.to_string().into(), what))
 }
 

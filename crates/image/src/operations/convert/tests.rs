@@ -110,6 +110,30 @@ fn what_lies_below_the_target_already_is_left_to_it() {
 }
 
 #[test]
+fn what_hides_the_target_s_backing_image_is_replaced() {
+    let parts: &[Part] = &[
+        (4096, BlockStatus::Data, 0, 1),
+        (8192, BlockStatus::Data, 1, 2),
+        (4096, BlockStatus::Zero, 1, 0),
+        (4096, BlockStatus::Unallocated, 2, 0),
+    ];
+    let target = TestDisk::new(&[
+        (8192, BlockStatus::Data, 1, 2),
+        (8192, BlockStatus::Data, 0, 0xdd),
+        (2048, BlockStatus::Data, 0, 0xdd),
+        (2048, BlockStatus::Unallocated, 0, 0),
+    ]);
+    let options = ConvertOptions { backing_length: Some(18432), target_has_contents: true, ..small() };
+    let counters = run(&sources(&[parts]), &target, &options);
+    assert_eq!(
+        target.asked(),
+        [Asked::Write(0..4096), Asked::Write(8192..12288), Asked::Zero(12288..16384), Asked::Zero(16384..18432)]
+    );
+    assert_eq!(counters.bytes_in_backing, 4096 + 2048);
+    assert_eq!(target.bytes(), TestDisk::new(parts).bytes());
+}
+
+#[test]
 fn disks_are_put_one_after_the_other_in_whole_sectors() {
     let first: &[Part] = &[(1000, BlockStatus::Data, 0, 7)];
     let second: &[Part] = &[(3000, BlockStatus::Data, 0, 8)];

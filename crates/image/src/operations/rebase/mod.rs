@@ -180,13 +180,11 @@ impl RebaseRequest {
             return Ok(None);
         };
         let old = chain::files(reference, &OpenOptions { read_only: true, ..options.clone() }).await?;
-        let same = |file: &ImageFile| {
-            file.identity().is_some()
-                && (file.identity(), file.format) == (first.identity(), first.format)
-                && (file.reference.offset, file.reference.size) == (first.reference.offset, first.reference.size)
-                && file.reference.backing == first.reference.backing
-        };
-        Ok(old.iter().skip(1).position(same).and_then(|above| u32::try_from(above + 1).ok()))
+        Ok(old
+            .iter()
+            .skip(1)
+            .position(|file| file.is_same_image(first))
+            .and_then(|above| u32::try_from(above + 1).ok()))
     }
 }
 

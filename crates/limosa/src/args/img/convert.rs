@@ -52,8 +52,8 @@ pub(crate) struct ImgConvertArgs {
     target_cache: Option<CacheMode>,
 
     /// The target's backing file; contents that SOURCE has from its own backing file are not copied, so both must be
-    /// the same there
-    #[arg(short = 'B', long, value_name = "FILE", conflicts_with = "no_create")]
+    /// the same there. With -n, TARGET must have this one
+    #[arg(short = 'B', long, value_name = "FILE")]
     backing: Option<OsString>,
 
     /// The target's backing file's format
@@ -76,8 +76,8 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 'm', long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     parallel: Option<u8>,
 
-    /// Write out of order where that is faster, which is with -t none and to NBD servers; clusters are then allocated in
-    /// any order
+    /// Write out of order where that is faster, which is with -t none and to NBD servers; clusters are then allocated
+    /// in any order
     #[arg(short = 'W', long)]
     oob_writes: bool,
 
