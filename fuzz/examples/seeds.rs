@@ -42,6 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("image_write", images()?),
         ("journal", vec![vec![48, 0, 9, 0], vec![52, 1, 9, 0, 0, 3, 1, 0]]),
         ("nbd", limosa_fuzz::nbd::seeds()),
+        ("postcopy", limosa_fuzz::postcopy::seeds()?),
         ("working_set", working_set()),
         ("vhost_user", vec![limosa_vhost::fuzzing::seed()]),
         ("vhost_user_blk", limosa_fuzz::blk::seeds()),

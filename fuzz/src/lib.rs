@@ -3,6 +3,7 @@
 pub mod blk;
 pub mod image;
 pub mod nbd;
+pub mod postcopy;
 
 /// Length of the file that a mapped-ram input stands for.
 pub const FILE_LENGTH: u64 = 1 << 34;
