@@ -84,6 +84,45 @@ fn an_export_is_read_as_by_stock() {
 }
 
 #[test]
+fn an_export_whose_units_are_put_over_smaller_ones_is_read_and_written() {
+    needs_qemu!();
+    let bed = Bed::new();
+    filled(&bed);
+    let sizes = ["blocksize-minimum=64k", "blocksize-preferred=64k", "blocksize-maximum=1M"];
+    let policy = ["--filter=blocksize-policy", "memory", "64M", "blocksize-error-policy=error"];
+    let _server = nbdkit(&bed, "s", &[&policy[..], &sizes].concat());
+    let uri = uri(&bed, "s");
+    bed.qemu_io(&uri, &["write -q -P 7 30M 1k", "write -q -P 8 31M 40k"]);
+    bed.both_say(&["compare", &uri, &uri]);
+    bed.limosa(&["map", "--output=json", &uri]).success();
+    for more in [&[][..], &["-W"]] {
+        Answer::from(bed.limosa(&[&["convert", "-n", "-O", "raw"], more, &["disk", &uri]].concat())).success();
+        assert_eq!(bed.qemu_img(&["compare", &uri, "disk"]).success().stdout, "Images are identical.\n");
+        bed.qemu_io(&uri, &["write -q -P 7 30M 1k"]);
+    }
+}
+
+#[test]
+fn an_overlay_at_a_server_for_one_client_is_opened_once() {
+    needs_qemu!();
+    let bed = Bed::new();
+    filled(&bed);
+    let disk = bed.path("disk").display().to_string();
+    bed.create(&["-f", "qcow2", "-b", "disk", "-F", "qcow2", "source"]);
+    bed.qemu_io("source", &["write -q -P 5 2M 1M"]);
+    bed.create(&["-f", "qcow2", "-b", &disk, "-F", "qcow2", "target"]);
+    std::fs::File::options().write(true).open(bed.path("target")).unwrap().set_len(80 << 20).unwrap();
+    let mut command = Command::new("qemu-nbd");
+    command.args(["-f", "raw", "-k"]).arg(bed.path("s")).arg("target").current_dir(bed.path(""));
+    let server = start("qemu-nbd", command, &bed.path("s"));
+    let words = ["convert", "-n", "-O", "qcow2", "-B", &disk, "source", &uri(&bed, "s")];
+    Answer::from(bed.limosa(&words)).success();
+    drop(server);
+    bed.wait_unlocked("target");
+    assert_eq!(bed.qemu_img(&["compare", "target", "source"]).success().stdout, "Images are identical.\n");
+}
+
+#[test]
 fn an_export_is_written_with_its_zeros() {
     needs_qemu!();
     let bed = Bed::new();

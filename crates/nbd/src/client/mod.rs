@@ -217,16 +217,25 @@ impl NbdStorage {
             Ok(Answer::Done) => return Ok(None),
             Err(error) => return Err(failure(io::Error::other(error))),
         };
-        let mut from = range.start;
+        let unit = requests.unit();
+        let (mut from, mut to) = (range.start, range.start);
         let mut extents = Vec::with_capacity(reported.len());
         for (length, flags) in reported {
-            let to = from.saturating_add(length).min(requests.size());
-            if !to.is_multiple_of(requests.unit()) {
+            to = to.saturating_add(length).min(requests.size());
+            let whole = to - to % unit;
+            if whole < to && self.context != allocation::NAME {
                 let why = "the server breaks the protocol: an extent is no whole unit";
                 return Err(failure(io::Error::new(io::ErrorKind::InvalidData, why)));
             }
-            extents.push(ContextExtent { range: from..to, flags });
-            from = to;
+            if whole > from {
+                extents.push(ContextExtent { range: from..whole, flags });
+                from = whole;
+            }
+            // Servers that put units over what has none report parts of them. Such a unit counts as contents.
+            if to > from {
+                extents.push(ContextExtent { range: from..from + unit, flags: 0 });
+                from += unit;
+            }
         }
         extents.retain(|extent| extent.range.end > at);
         if *read_only {
