@@ -3,8 +3,10 @@
 //! Law: a command that reaches a limit ends as a failed one: one line, exit status 1 (of `compare`: 4), and no target
 //! that it has not completed.
 
+use std::panic;
 use std::process;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -40,7 +42,9 @@ impl Limits {
         let status = i32::from(status);
         if let Some(bytes) = self.memory {
             MEMORY.get_or_init(|| (bytes, status));
-            memory_limit::set(bytes, end_without_memory).context("--limit-memory: cannot set the limit")?;
+            end_where_threads_have_no_stack();
+            memory_limit::set(bytes, |bytes| end_without_memory(Some(bytes)))
+                .context("--limit-memory: cannot set the limit")?;
         }
         if let Some(time) = self.time {
             let wait = move || {
@@ -57,12 +61,30 @@ impl Limits {
     }
 }
 
+/// The standard library panics on a new thread for whose signal stack there is no memory: that ends the process, too.
+fn end_where_threads_have_no_stack() {
+    let usual = panic::take_hook();
+    panic::set_hook(Box::new(move |panic| {
+        if panic.payload().downcast_ref().is_some_and(|why: &String| why.contains("alternative stack")) {
+            end_without_memory(None);
+        }
+        usual(panic);
+    }));
+}
+
 /// Ends the process on the thread that has no memory. It may hold the lock of stderr's or of the display's, too.
-fn end_without_memory(bytes: usize) -> ! {
+/// `bytes`: how much more it needs, if that is known.
+fn end_without_memory(bytes: Option<usize>) -> ! {
+    static IS_ENDING: AtomicBool = AtomicBool::new(false);
+    // Another thread has no memory either, and has the process end.
+    while IS_ENDING.swap(true, Ordering::AcqRel) {
+        thread::sleep(WAIT);
+    }
     let (limit, status) = MEMORY.get().copied().unwrap_or((0, 1));
     let removed = UNFINISHED.try_remove_all(WAIT);
+    let more = bytes.map(|bytes| format!(" (another {bytes} bytes)")).unwrap_or_default();
     let line = format!(
-        "{}: more memory is needed than {} (another {bytes} bytes): increase --limit-memory\n",
+        "{}: more memory is needed than {}{more}: increase --limit-memory\n",
         program::name(),
         for_people(limit)
     );
