@@ -13,7 +13,7 @@ use crate::chain::{self, ImageFile, OpenOptions};
 use crate::error::ImageError;
 use crate::luks::{self, KeySlotChange};
 use crate::probe::Format;
-use crate::qcow2::{self, CheckOptions, Encryption};
+use crate::qcow2::{self, CheckOptions, DataFileChange, Encryption};
 use crate::reference::Reference;
 use crate::setters::setters;
 
@@ -31,6 +31,8 @@ pub struct AmendOptions {
     pub size: Option<u64>,
     /// The width of refcounts in bits: 1 to 64, a power of two. Of qcow2 images of version 3.
     pub refcount_bits: Option<u32>,
+    /// The external data file of a qcow2 image that has one.
+    pub data_file: DataFileChange,
     /// Whether a change of key slots may make all data unreadable.
     pub force: bool,
 }
@@ -41,11 +43,12 @@ setters!(AmendOptions {
     lazy_refcounts: Option<bool>,
     refcount_bits: Option<u32>,
     size: Option<u64>,
+    data_file: DataFileChange,
     force: bool,
 });
 
 /// Changes options of an image, in this order: a newer version, the width of refcounts, when they are written, the
-/// length, an older version, key slots.
+/// length, the name of the data file, an older version, key slots.
 /// Nothing else uses the image.
 ///
 /// # Errors
@@ -56,8 +59,12 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     let file = ImageFile::open(reference, &open).await?;
     let image = Arc::clone(file.storage.name());
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(&image), what };
-    let AmendOptions { key_slots, version, lazy_refcounts, refcount_bits, size, force } = options;
-    let of_qcow2 = version.is_some() || lazy_refcounts.is_some() || refcount_bits.is_some() || size.is_some();
+    let AmendOptions { key_slots, version, lazy_refcounts, refcount_bits, size, data_file, force } = options;
+    let of_qcow2 = version.is_some()
+        || lazy_refcounts.is_some()
+        || refcount_bits.is_some()
+        || size.is_some()
+        || *data_file != DataFileChange::default();
     match file.format {
         Format::Luks if !of_qcow2 => {}
         Format::Qcow2 => {}
@@ -69,6 +76,9 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     let (storage, check) = (&*file.storage, CheckOptions::default());
     if *version == Some(2) {
         qcow2::check_downgrade(storage, *refcount_bits, *size, check).await?;
+    }
+    if file.format == Format::Qcow2 {
+        qcow2::check_data_file_change(storage, data_file, check).await?;
     }
     // It is checked once more when it is done: only for what comes before.
     if let Some(change) = key_slots.as_ref().filter(|_| of_qcow2) {
@@ -96,6 +106,9 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
         }
     }
     let file = ImageFile::open(reference, &open).await?;
+    if file.format == Format::Qcow2 {
+        qcow2::change_data_file(&*file.storage, data_file, check).await?;
+    }
     if *version == Some(2) {
         qcow2::change_version(&*file.storage, 2, check).await?;
     }

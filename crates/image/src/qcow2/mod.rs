@@ -31,6 +31,8 @@ pub use offline::bitmaps::change_bitmap;
 pub(crate) use offline::check::repair_with;
 pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair, repair_encrypted};
 pub use offline::create::{CreateOptions, create};
+pub(crate) use offline::data_file::check_data_file_change;
+pub use offline::data_file::{DataFileChange, change_data_file};
 pub use offline::empty::empty;
 pub use offline::resize::{ResizeOptions, resize};
 pub use offline::snapshots::{SnapshotChange, change_snapshots};

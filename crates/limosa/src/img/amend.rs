@@ -1,5 +1,6 @@
 //! `limosa img amend`.
 
+use std::ffi::OsStr;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use anyhow::Context as _;
 use limosa_image::amend::{self, amend};
 use limosa_image::chain::{ImageFile, NamedImage};
 use limosa_image::luks::{DEFAULT_ITER_TIME, KeySlotChange};
+use limosa_image::qcow2::DataFileChange;
 use limosa_image::{Format, Progress};
 use limosa_storage::block_on;
 
@@ -22,7 +24,11 @@ use limosa_console::{check_stdout, print_out};
 pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
     let source = &options.source;
     if options.options.split(',').any(|option| matches!(option, "help" | "?")) {
-        let format = source.format.as_deref().context("-o help: format not given; use -f")?.parse()?;
+        let format = match &source.format {
+            Some(format) => format.parse()?,
+            None if !source.name.0.is_empty() => open::file(source, true)?.format,
+            None => anyhow::bail!("-o help: format not given; use -f"),
+        };
         print_out!("{}", FormatOptions::to_amend(format, "")?.help());
         check_stdout()?;
         return Ok(ExitCode::SUCCESS);
@@ -31,7 +37,9 @@ pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
     let NamedImage { reference, options: open, .. } = open::resolve(source)?;
     let file = block_on(ImageFile::open(&reference, &open.clone().read_only(true)))?;
     let asked = FormatOptions::to_amend(file.format, &options.options).with_context(|| source.name.to_string())?;
-    refuse(&asked)?;
+    if let Some(name) = asked.first_of("backing_f") {
+        anyhow::bail!("-o {name}: use {} rebase", program::img());
+    }
     drop(file);
     let prefix = if asked.format() == Format::Qcow2 { "encrypt." } else { "" };
     let changes = amend::AmendOptions::default()
@@ -40,6 +48,11 @@ pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
         .lazy_refcounts(asked.on_off("lazy_refcounts"))
         .refcount_bits(asked.number("refcount_bits").map(u32::try_from).transpose().context("-o refcount_bits")?)
         .size(asked.number("size"))
+        .data_file(
+            DataFileChange::default()
+                .name(asked.path("data_file").map(OsStr::to_owned))
+                .is_raw(asked.on_off("data_file_raw")),
+        )
         .force(options.force);
     let meter = Meter::new("amend", options.progress, options.quiet, None);
     block_on(amend(&reference, &open, &changes))?;
@@ -47,17 +60,6 @@ pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
     drop(meter);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Refuses what qemu-img refuses, too, and what limosa does not have.
-fn refuse(asked: &FormatOptions) -> anyhow::Result<()> {
-    if let Some(name) = asked.first_of("backing_f") {
-        anyhow::bail!("-o {name}: use {} rebase", program::img());
-    }
-    if asked.path("data_file").is_some() {
-        anyhow::bail!("-o data_file: not supported; use stock qemu-img");
-    }
-    Ok(())
 }
 
 /// The change of key slots, if one is asked for.

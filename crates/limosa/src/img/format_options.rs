@@ -96,7 +96,7 @@ const LUKS: [Known; 11] = [
 ];
 
 /// Options that images have when they exist, in the order of the printed line.
-const AMEND_QCOW2: [Known; 12] = [
+const AMEND_QCOW2: [Known; 13] = [
     known("encrypt.state", Kind::Text, STATE),
     known("encrypt.new-secret", Kind::Text, NEW_SECRET),
     known("encrypt.old-secret", Kind::Text, OLD_SECRET),
@@ -108,11 +108,12 @@ const AMEND_QCOW2: [Known; 12] = [
     known("refcount_bits", Kind::Number, "Bits of a refcount: 1 to 64, a power of two"),
     known("backing_file", Kind::Text, "File that provides contents not yet written: use rebase"),
     known("backing_fmt", Kind::Text, "Format of the backing file: use rebase"),
-    known("data_file", Kind::Text, "External data file for the contents: not supported"),
+    known("data_file", Kind::Text, "Name of the external data file, of an image that has one"),
+    known("data_file_raw", Kind::OnOff, "off: the external data file is not kept valid as a raw image any more"),
 ];
 
-/// Options that qemu-img amends, or refuses by name, and limosa refuses.
-const NOT_AMENDED: [&str; 3] = ["backing_file", "backing_fmt", "data_file"];
+/// Options that qemu-img refuses by name, and limosa refuses.
+const NOT_AMENDED: [&str; 2] = ["backing_file", "backing_fmt"];
 
 /// In the order of the printed line.
 const AMEND_LUKS: [Known; 5] = [

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::bed::Bed;
+use crate::bed::{Answer, Bed, assert_one_line};
 use crate::needs_qemu;
 
 const SECRETS: [&str; 6] = [
@@ -191,14 +191,59 @@ fn options_of_qcow2_images_are_amended_as_by_stock_tools() {
         ("backing_file=y,backing_fmt=raw", "rebase"),
         ("cluster_size=4k", "when an image is created"),
         ("encrypt.state=active,encrypt.new-secret=one", "not encrypted"),
-        ("data_file=y", "data_file"),
+        ("data_file=y", "data file"),
+        ("data_file_raw=on", "data file"),
         ("frob=1", "unknown option"),
     ] {
         bed.both_refuse(&amend(&["-o", options, "x"]), says);
     }
     bed.both_refuse(&["amend", "-f", "raw", "-o", "size=2M", "raw"], "format raw");
     bed.both_refuse(&["amend", "x"], "-o");
+    assert_eq!(
+        bed.limosa(&["amend", "-o", "help", "x"]).stdout,
+        bed.limosa(&["amend", "-f", "qcow2", "-o", "?"]).stdout
+    );
     let help = bed.limosa(&["amend", "-f", "qcow2", "-o", "help"]);
     assert!(help.stdout.starts_with("Amend qcow2 options:") && help.stdout.contains("encrypt.new-secret=<str>"));
-    assert!(["backing_f", "data_file"].iter().all(|refused| !help.stdout.contains(refused)), "{help:?}");
+    assert!(!help.stdout.contains("backing_f") && help.stdout.contains("data_file_raw=<bool"), "{help:?}");
+}
+
+#[test]
+fn a_data_file_gets_another_name_as_by_stock_tools() {
+    needs_qemu!();
+    let bed = Bed::new();
+    for (made, options) in [
+        ("data_file=one", "data_file=two"),
+        ("data_file=one,data_file_raw=on", "data_file=two"),
+        ("data_file=one,data_file_raw=on", "data_file_raw=on,size=2M"),
+        ("data_file=one,data_file_raw=on", "data_file=two,data_file_raw=off,lazy_refcounts=on"),
+        ("data_file=one", "data_file="),
+        ("data_file=one", "data_file_raw=off"),
+    ] {
+        let after = ["ours", "theirs"].map(|name| {
+            bed.create(&["-f", "qcow2", "-o", made, name, "1M"]);
+            bed.qemu_io(name, &["write -q -P 7 100k 300k"]);
+            let words = ["amend", "-q", "-f", "qcow2", "-o", options, name];
+            let ended = if name == "ours" { Answer::from(bed.limosa(&words)) } else { bed.qemu_img(&words) };
+            assert_eq!(ended.status, Some(0), "{made} {options}: {ended:?}");
+            fs::rename(bed.path("one"), bed.path("two")).unwrap();
+            let image = format!("driver=qcow2,file.filename={name},data-file.filename=two");
+            bed.qemu_img(&["convert", "-O", "raw", "--image-opts", &image, "contents"]).success();
+            let info = bed.qemu_img(&["info", "--output", "json", "--image-opts", &image]).success().json();
+            let size = info["virtual-size"].clone();
+            (info["format-specific"]["data"].clone(), size, fs::read(bed.path("contents")).unwrap())
+        });
+        assert!(after[0] == after[1], "{made} {options}: {:?} {:?}", after[0].0, after[1].0);
+        let length = usize::try_from(after[0].1.as_u64().unwrap()).unwrap();
+        assert!(after[0].2.len() == length && after[0].2[200 << 10] == 7, "{made} {options}");
+    }
+    bed.create(&["-f", "qcow2", "-o", "data_file=one", "x", "1M"]);
+    let before = fs::read(bed.path("x")).unwrap();
+    for (options, says) in
+        [("data_file_raw=on", "raw"), ("size=2M,data_file_raw=on", "raw"), ("compat=v2,data_file=", "data file")]
+    {
+        let words = amend(&["-q", "-f", "qcow2", "-o", options, "x"]);
+        assert_one_line(&bed.limosa(&words).into(), &words, says);
+        assert!(fs::read(bed.path("x")).unwrap() == before, "{options}");
+    }
 }
