@@ -59,6 +59,20 @@ pub enum ImageError {
         why: String,
     },
 
+    /// A process that had it open was killed, and its journal has what the image does not have.
+    #[error(
+        "{image}: {changes} changes that a killed process had acknowledged are not in it, but in its journal {}",
+        journal.display()
+    )]
+    Unreplayed {
+        /// The image: a path.
+        image: Arc<str>,
+        /// The journal.
+        journal: Arc<Path>,
+        /// Its changes.
+        changes: usize,
+    },
+
     /// It is closed, and all of its contents are durable, but its dirty bitmaps could not be stored. They stay marked
     /// as in use.
     #[error("{image}: its dirty bitmaps are not stored, and cannot be relied on")]

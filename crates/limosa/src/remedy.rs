@@ -439,6 +439,13 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
                     .into(),
             );
         }
+        if let Some(ImageError::Unreplayed { .. }) = cause.downcast_ref() {
+            return Some(
+                "; `limosa serve` brings them to it, without --read-only: start it once and end it. To do without them, \
+                 remove the journal"
+                    .into(),
+            );
+        }
         if let Some(ImageError::Encryption { image, source: LuksError::NoSecret }) = cause.downcast_ref() {
             return Some(of_encryption(image).into());
         }

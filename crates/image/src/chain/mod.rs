@@ -64,6 +64,10 @@ pub struct OpenOptions {
     /// The folder of the image's journal, if it is qcow2 of version 3 and written: what was acknowledged survives there
     /// when the process is killed and clients continue with the next one.
     pub journals: Option<JournalFolder>,
+    /// A folder of journals that are not brought to the image: while a journal there has changes, the image is not
+    /// opened ([`ImageError::Unreplayed`]), nor is one that stands on it, because that is not what was acknowledged.
+    /// Without locks nobody looks: a process that uses the image has a journal with changes at any time.
+    pub unreplayed: Option<JournalFolder>,
 }
 
 setters!(OpenOptions {
@@ -78,13 +82,15 @@ setters!(OpenOptions {
     secrets: Secrets,
     tls: TlsCredentials,
     journals: Option<JournalFolder>,
+    unreplayed: Option<JournalFolder>,
 });
 
 impl OpenOptions {
     /// Of files below the image, which are not written.
     fn below(&self) -> Self {
         let qcow2 = self.qcow2.clone().compress(None);
-        Self { format: None, read_only: true, snapshot: None, journals: None, qcow2, ..self.clone() }
+        let unreplayed = self.unreplayed.clone().or_else(|| self.journals.clone());
+        Self { format: None, read_only: true, snapshot: None, journals: None, unreplayed, qcow2, ..self.clone() }
     }
 
     fn file(&self) -> FileOptions {
@@ -186,6 +192,11 @@ impl ImageFile {
             Some(format) => (format, false),
             None => (probe(&*storage).await?, true),
         };
+        if let Some(journals) = options.unreplayed.as_ref().filter(|_| options.lock != LockPolicy::None)
+            && let (Format::Qcow2, Some(file)) = (format, (&*storage as &dyn Any).downcast_ref::<FileStorage>())
+        {
+            journals.refuse_unreplayed(file)?;
+        }
         let open_header = |path| FileStorage::open(path, &reference.settings.override_options(options.file()));
         let header = reference.header.as_ref().map(open_header).transpose()?;
         Ok(Self { reference: reference.clone(), storage, header, format, guessed })

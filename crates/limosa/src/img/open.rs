@@ -17,12 +17,23 @@ use limosa_storage::{Io, LockPolicy, block_on};
 use super::object;
 use super::options::Source;
 use crate::program::say_named;
+use crate::serve::journals;
+
+/// Resolves an image's name and options; it is opened to be read. One that a server that was killed has left with
+/// changes in its journal is refused.
+///
+/// # Errors
+/// As of [`named`].
+pub(crate) fn resolve(source: &Source) -> anyhow::Result<NamedImage> {
+    let NamedImage { reference, options, .. } = named(source)?;
+    Ok(NamedImage::new(reference, options.unreplayed(journals::existing())))
+}
 
 /// Resolves an image's name and options; it is opened to be read.
 ///
 /// # Errors
 /// The name is no file's, the format is not supported, or an option is unknown.
-pub(crate) fn resolve(source: &Source) -> anyhow::Result<NamedImage> {
+pub(crate) fn named(source: &Source) -> anyhow::Result<NamedImage> {
     let reference = if source.image_opts {
         Reference::from_options(source.name.text()?)?
     } else {
@@ -90,21 +101,23 @@ pub(crate) fn warn(source: &Source, image: &Image) {
         );
     }
     if let Some(report) = image.repair_report() {
-        warn_of_repair(&source.name, report);
+        let kept = if image.replayed() > 0 { "acknowledged" } else { "flushed" };
+        warn_of_repair(&source.name, report, kept);
     }
     if image.is_guessed() {
         warn_of_guess(source);
     }
 }
 
-/// Reports the repair of an image that was not closed.
-pub(crate) fn warn_of_repair(name: &impl Display, report: &CheckReport) {
-    say_named!(
-        "{name}: was not closed properly: its refcounts were brought up to date ({} were late, {} leaked clusters \
-         are free again); nothing that was flushed is lost",
-        report.corruptions_fixed,
-        report.leaks_fixed
-    );
+/// Reports the repair of an image that was not closed. `kept`: what of its writes it has.
+pub(crate) fn warn_of_repair(name: &impl Display, report: &CheckReport, kept: &str) {
+    let found = match (report.corruptions_fixed, report.leaks_fixed) {
+        (0, 0) => "are up to date".to_owned(),
+        (late, leaked) => {
+            format!("were brought up to date ({late} were late, {leaked} leaked clusters are free again)")
+        }
+    };
+    say_named!("{name}: was not closed properly: its refcounts {found}; nothing that was {kept} is lost");
 }
 
 /// The warning before a write to an image that was probed as raw.

@@ -41,7 +41,7 @@ pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
     let rebased = rebase.run(&|progress| meter.note(progress)).map_err(cause)?;
     drop(meter);
     if let Some(report) = &rebased.repaired {
-        open::warn_of_repair(&source.name, report);
+        open::warn_of_repair(&source.name, report, "flushed");
     }
     if options.json {
         let counters = rebased.counters;

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use super::overlay;
 use super::wanted::Wanted;
 use crate::args::ServeArgs;
-use crate::img::open::resolve;
+use crate::img::open::named;
 use crate::img::options::{Name, Source};
 
 /// How the images of exports were opened, by the exports' names.
@@ -106,7 +106,7 @@ fn export_at_start(wanted: &Wanted, image: &Image) -> anyhow::Result<Export> {
 fn follow(wanted: &mut Wanted) -> anyhow::Result<Image> {
     let name = match &wanted.name {
         Some(name) => name.clone(),
-        None => file_name(&resolve(&wanted.source)?.reference)?,
+        None => file_name(&named(&wanted.source)?.reference)?,
     };
     *wanted = overlay::follow(Wanted { name: Some(name), ..wanted.clone() })?;
     let image = wanted.open_image()?;
@@ -117,9 +117,10 @@ fn follow(wanted: &mut Wanted) -> anyhow::Result<Image> {
     Ok(image)
 }
 
-/// Refuses an image that cannot have compressed contents, if they are asked for.
+/// Refuses an image that cannot have compressed contents, if they are asked for. The overlay in which it continues, and
+/// the image below, have what they can.
 fn refuse_uncompressed(wanted: &Wanted, image: &Image) -> anyhow::Result<()> {
-    if let Some(compress) = wanted.compress.filter(|_| !wanted.is_read_only()) {
+    if let Some(compress) = wanted.compress.filter(|_| wanted.below.is_none() && !wanted.is_read_only()) {
         image.as_disk().compressor(compress.level)?;
     }
     Ok(())

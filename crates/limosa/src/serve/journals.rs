@@ -36,6 +36,13 @@ pub(super) fn open(wanted: Option<&JournalArg>) -> anyhow::Result<Option<Journal
     }
 }
 
+/// Returns the folder that every server of this user finds without being told, if there is one.
+pub(crate) fn existing() -> Option<JournalFolder> {
+    let places = places(geteuid().as_raw(), std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from));
+    // In a folder that cannot be used no server has a journal.
+    places.iter().find_map(|path| JournalFolder::find(path).ok().flatten())
+}
+
 /// The folder that every server of this user finds without being told.
 fn usual() -> Option<JournalFolder> {
     let mut reasons = Vec::new();

@@ -8,7 +8,7 @@ mod ctl;
 mod devices;
 mod ends;
 mod images;
-mod journals;
+pub(crate) mod journals;
 mod metrics;
 mod overlay;
 pub(crate) mod remedy;

@@ -11,7 +11,7 @@ use limosa_image::reference::Reference;
 use limosa_image::{Compress, Disk, Format, ImageError};
 use limosa_storage::{LockHolders, OpenError, block_on};
 
-use crate::img::open::{resolve, warn};
+use crate::img::open::{named, warn};
 use crate::img::options::{Name, Source};
 
 /// Time in which the kernel ends what a killed process had in flight.
@@ -70,12 +70,13 @@ impl Wanted {
         if self.snapshot.is_some() && !self.bitmaps.is_empty() {
             anyhow::bail!("--bitmap and --snapshot exclude each other: bitmaps are of the disk as it is now");
         }
-        let NamedImage { reference, options, .. } = resolve(&self.source)?;
+        let NamedImage { reference, options, .. } = named(&self.source)?;
         let qcow2 = options.qcow2.clone().compress(self.compress);
         let options = options
             .read_only(self.is_read_only())
             .snapshot(self.snapshot.clone())
             .journals(self.journals.clone())
+            .unreplayed(self.journals.clone().filter(|_| self.is_read_only()))
             .qcow2(qcow2);
         let image = open_when_released(&reference, &options).map_err(|error| self.explained(error))?;
         if !self.is_read_only() {

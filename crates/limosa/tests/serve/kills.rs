@@ -13,7 +13,7 @@ use std::time::Duration;
 use limosa_storage::testing::SeededRandom;
 use limosa_testkit::{NbdClient, NbdCommand, kill9};
 
-use crate::bed::Bed;
+use crate::bed::{Bed, JOURNALS};
 use crate::needs_qemu;
 use crate::versions::{BLOCK, Versions, contents, setting};
 
@@ -102,4 +102,31 @@ fn a_server_that_is_killed_loses_nothing() {
         drop(client);
         serving.stop();
     }
+}
+
+#[test]
+fn an_image_with_changes_in_a_journal_is_not_served_without_them() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "16M"]);
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "disk", "-F", "qcow2", "@top"]);
+    let serving = bed.serve("nbd", &["disk"]);
+    assert_eq!(serving.client().write(0, 1 << 20, &[7; 65536]).unwrap(), 0);
+    kill9(serving.pid()).unwrap();
+    drop(serving);
+    bed.wait_unlocked("disk");
+    for words in [&["--read-only", "disk"][..], &["top"]] {
+        let refused = bed.refused(&[words, &["--nbd", "unix:refused"]].concat());
+        refused.one_line(&["disk: 1 changes", "acknowledged", JOURNALS, "without --read-only"]);
+    }
+    // As it is.
+    let shared = bed.serve("shared", &["--read-only", "--shared", "disk"]);
+    assert_eq!(shared.client().read(1 << 20, 512).unwrap(), [0; 512]);
+    shared.stop();
+    let serving = bed.serve("nbd", &["disk"]);
+    assert!(serving.said().contains("1 changes were taken from its journal"), "{}", serving.said());
+    serving.stop();
+    let serving = bed.serve("nbd", &["--read-only", "disk"]);
+    assert_eq!(serving.client().read(1 << 20, 512).unwrap(), [7; 512]);
+    serving.stop();
 }

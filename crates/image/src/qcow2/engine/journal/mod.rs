@@ -33,6 +33,9 @@ use crate::qcow2::format::journal::{self, EntryChange, Subject};
 /// The kernel's identifier of the time since the machine was booted.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
+/// Flags of a journal that is opened: it is not found through a link.
+const FLAGS: i32 = OFlags::NOFOLLOW.bits().cast_signed();
+
 /// A folder of journals, each of an image in use: what a process that is killed had acknowledged and not brought to the
 /// image's tables. The next one that opens the image with the same folder brings it there.
 #[derive(Debug, Clone)]
@@ -51,6 +54,21 @@ impl JournalFolder {
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut builder = DirBuilder::new();
         builder.recursive(true).mode(0o700).create(path)?;
+        Self::checked(path)
+    }
+
+    /// As [`open`](Self::open), without making it; `None`: it is not there.
+    ///
+    /// # Errors
+    /// As of [`open`](Self::open).
+    pub fn find(path: &Path) -> io::Result<Option<Self>> {
+        match Self::checked(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            found => found.map(Some),
+        }
+    }
+
+    fn checked(path: &Path) -> io::Result<Self> {
         let found = fs::metadata(path)?;
         let (mode, owner) = (found.mode(), found.uid());
         if mode & 0o022 != 0 || ![0, geteuid().as_raw()].contains(&owner) {
@@ -67,6 +85,35 @@ impl JournalFolder {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Refuses an image whose journal has changes that were not brought to it. Its file is locked, so that no process
+    /// records changes meanwhile.
+    ///
+    /// # Errors
+    /// [`ImageError::Unreplayed`]; the kernel's.
+    pub(crate) fn refuse_unreplayed(&self, image: &FileStorage) -> Result<(), ImageError> {
+        let path = self.journal_of(image);
+        let read = OpenOptions::new().read(true).custom_flags(FLAGS).open(&path).and_then(|file| Journal::read(&file));
+        let contents = match read {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            read => {
+                read.map_err(|error| StorageError::for_storage(Operation::Open, &path.to_string_lossy().into(), error))?
+            }
+        };
+        match journal::decode(&contents) {
+            Some((kept, found)) if !found.is_empty() && (kept.boot, kept.birth) == (self.boot, image.birth()) => {
+                let (image, changes) = (Arc::clone(image.name()), found.len());
+                Err(ImageError::Unreplayed { image, journal: path.into(), changes })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The path of an image's journal.
+    fn journal_of(&self, image: &FileStorage) -> PathBuf {
+        let identity = image.identity();
+        self.path.join(format!("{:x}-{:x}.journal", identity.device, identity.inode))
     }
 }
 
@@ -88,11 +135,13 @@ impl Journal {
     /// # Errors
     /// The kernel's. [`ImageError::Journal`]: it has changes of an image of another layout.
     pub fn open(folder: &JournalFolder, image: &FileStorage, layout: &Geometry) -> Result<Self, ImageError> {
-        let identity = image.identity();
-        let path = folder.path.join(format!("{:x}-{:x}.journal", identity.device, identity.inode));
+        let path = folder.journal_of(image);
         let name: Arc<str> = path.to_string_lossy().into();
         let failed = |error: io::Error| StorageError::for_storage(Operation::Open, &name, error);
-        let (file, contents) = Self::read(&path).map_err(failed)?;
+        let mut file = OpenOptions::new();
+        file.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(FLAGS);
+        let file = file.open(&path).map_err(failed)?;
+        let contents = Self::read(&file).map_err(failed)?;
         let subject =
             Subject { boot: folder.boot, birth: image.birth(), layout: (layout.cluster_bits, layout.extended_l2) };
         let found = match journal::decode(&contents) {
@@ -108,13 +157,10 @@ impl Journal {
         Ok(Self { path, file, subject, found })
     }
 
-    fn read(path: &Path) -> io::Result<(File, Vec<u8>)> {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed()).open(path)?;
+    fn read(file: &File) -> io::Result<Vec<u8>> {
         let mut contents = Vec::new();
-        (&file).take(journal::bytes() as u64).read_to_end(&mut contents)?;
-        Ok((file, contents))
+        file.take(journal::bytes() as u64).read_to_end(&mut contents)?;
+        Ok(contents)
     }
 
     /// Returns the changes that a killed process had recorded.
