@@ -124,6 +124,12 @@ impl Compressor {
         Some(Self { compression, cluster, encoder, packed: vec![0; worst(cluster)] })
     }
 
+    /// Returns how it compresses.
+    #[must_use]
+    pub const fn compression(&self) -> Compression {
+        self.compression
+    }
+
     /// Returns the bytes that are compressed together: a cluster. Writes are of whole ones, except at the disk's end.
     #[must_use]
     pub const fn unit(&self) -> usize {

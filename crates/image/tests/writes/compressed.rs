@@ -179,18 +179,19 @@ fn an_image_compresses_the_whole_clusters_that_are_written_to_it() {
 }
 
 #[test]
-fn an_image_that_cannot_compress_is_not_opened_to_do_so() {
+fn an_image_that_cannot_compress_stores_what_is_written_as_it_is() {
     let compress = |level| Qcow2Options::default().compress(Some(Compress::default().level(level)));
-    let image = TestImage::new(&CreateOptions::default().size(CLUSTER));
-    for level in [0, 10] {
-        let error = image.try_open(None, compress(Some(level))).unwrap_err().to_string();
-        assert!(error.contains("takes 1 to 9"), "{error}");
-    }
-    let outside = TestImage::new(&CreateOptions::default().size(CLUSTER).data_file(Some("data".into())));
-    let error = outside.try_open(None, compress(None)).unwrap_err().to_string();
-    assert!(error.contains("data file"), "{error}");
-    // Nothing is written to an image that is only read.
-    outside.try_open(None, compress(None).read_only(true)).unwrap();
+    let compressed = |options: CreateOptions, level| {
+        let image = TestImage::new(&options.size(2 * CLUSTER));
+        let disk = image.open_with(compress(level));
+        write(&*disk, 0, &text(5, 2 * CLUSTER));
+        assert!(read_all(&*disk) == text(5, 2 * CLUSTER));
+        block_on(disk.close()).unwrap();
+        block_on(check(&*image.file, CheckOptions::default())).unwrap().compressed_clusters
+    };
+    assert_eq!(compressed(CreateOptions::default().data_file(Some("data".into())), None), 0);
+    // The nearest level that there is.
+    assert_eq!([0, 10, 255].map(|level| compressed(CreateOptions::default(), Some(level))), [2; 3]);
 }
 
 #[test]

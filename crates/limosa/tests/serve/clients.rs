@@ -79,6 +79,26 @@ fn what_stock_clients_copy_to_a_server_that_compresses_is_compressed() {
         bed.refused(&[words, &["--nbd", "unix:refused"]].concat()).one_line(&[reason]);
     }
     assert!(!bed.refused(&["--compress", "--read-only", "zlib"]).status.success());
+    // Its overlay, and the image below it, are compressed as they can be.
+    let outside = format!("data_file={}", bed.path("outside").display());
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "-o", &outside, "@base", "10M"]);
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "-o", "compression_type=zstd", "@top"]);
+    let words = ["--compress", "--compress-level", "15", "--control", "control", "--allow-dir", ".", "top"];
+    let serving = bed.serve("nbd-top", &words);
+    ctl(&bed, &["snapshot", "", "over"]).success();
+    tool("nbdcopy", &["--flush", &from, &serving.uri("")]);
+    serving.stop();
+    let info: Value = serde_json::from_str(&bed.qemu_img(&["info", "--output=json", "@over"])).unwrap();
+    assert_eq!(info["format-specific"]["data"]["compression-type"], "zstd");
+    assert!(fs::metadata(bed.path("over")).unwrap().len() < 2 << 20);
+    let serving = bed.serve("nbd-top", &words);
+    assert!(serving.said().contains("over"), "{}", serving.said());
+    ctl(&bed, &["commit", ""]).success();
+    ctl(&bed, &["commit", ""]).success();
+    assert_eq!(fs::read(bed.path("outside")).unwrap().len(), 10 << 20);
+    serving.stop();
+    bed.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "@base", &out]);
+    assert!(fs::read(&out).unwrap() == contents);
     // And one that is added later.
     let serving = bed.serve("nbd", &["--control", "control", "--allow-dir", "."]);
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@later", "10M"]);

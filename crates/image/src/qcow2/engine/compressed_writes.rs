@@ -32,11 +32,12 @@ pub(super) struct CompressedWrites {
 }
 
 impl CompressedWrites {
-    /// # Errors
-    /// As of [`compressor`].
-    pub(super) fn new(context: &Context, Compress { level }: Compress) -> Result<Self, ImageError> {
-        let first = compressor(context, level)?;
-        Ok(Self { level, unit: to_u64(first.unit()), idle: Mutex::new(vec![first]) })
+    /// `None`: the image cannot have compressed contents. A level that its method does not have becomes the nearest
+    /// one.
+    pub(super) fn new(context: &Context, Compress { level }: Compress) -> Option<Self> {
+        let level = level.map(|level| level.clamp(1, context.compression().highest_level()));
+        let first = compressor(context, level).ok()?;
+        Some(Self { level, unit: to_u64(first.unit()), idle: Mutex::new(vec![first]) })
     }
 
     /// Writes all of `from` at `at`.

@@ -5,9 +5,10 @@
 //! is done under it. With debug assertions every thread keeps a list of what it holds, and a lock that is taken out of
 //! order panics; without them a [`RankedMutex`] is a [`Mutex`] and nothing more.
 //!
-//! Three locks are outside of the order. That of [`Requests`](crate::requests::Requests), which every format has, is
-//! taken with no other held, and no other is taken under it. Those of stripes, of the L1 table's entries and of the
-//! slices that were looked at, may be taken with any other held, and no other is taken under them.
+//! Four locks are outside of the order. That of [`Requests`](crate::requests::Requests), which every format has, is
+//! taken with no other held, and no other is taken under it, and so is that of compressors. Those of stripes, of the L1
+//! table's entries and of the slices that were looked at, may be taken with any other held, and no other is taken under
+//! them.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};

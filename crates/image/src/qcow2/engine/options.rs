@@ -45,7 +45,9 @@ pub struct Qcow2Options {
     /// Whether freed clusters are discarded in the storage.
     pub discard: bool,
     /// Whether whole clusters that a write covers are stored compressed, as
-    /// [`write_compressed`](crate::Disk::write_compressed) does.
+    /// [`write_compressed`](crate::Disk::write_compressed) does. An image that cannot have compressed contents
+    /// ([`compressor`](crate::Disk::compressor) says so) stores them as they are, and a level that its method does not
+    /// have becomes the nearest one.
     pub compress: Option<Compress>,
 }
 

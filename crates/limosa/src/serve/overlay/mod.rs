@@ -21,12 +21,12 @@ use limosa_image::chain::{self, ImageFile, NamedImage};
 use limosa_image::commit::{CommitOptions, CommitRequest};
 use limosa_image::qcow2::{self, CreateOptions};
 use limosa_image::reference::Reference;
-use limosa_image::{Disk, Format, Guess, GuestOffset, guess};
+use limosa_image::{Format, Guess, GuestOffset, guess};
 use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on};
 use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
 use super::wanted::Wanted;
-use crate::img::open::resolve;
+use crate::img::open::named;
 pub(super) use continued::follow;
 
 /// The longest file that an overlay without contents can be: its L1 table has at most 32 MiB, and there are some
@@ -51,7 +51,13 @@ pub(super) struct Unused {
 pub(super) fn create(export: &Export, wanted: &Wanted, path: &Path) -> anyhow::Result<Unused> {
     let image = image_below(export, wanted)?;
     let disk = export.disk();
-    create_file(path, &image, &*disk).with_context(|| path.display().to_string())?;
+    let compressor = wanted.compress.and_then(|_| disk.compressor(None).ok());
+    let options = CreateOptions::default()
+        .size(disk.len())
+        .backing_file(Some(image.clone().into()))
+        .backing_format(Some(disk.format().into()))
+        .compression(compressor.map(|compressor| compressor.compression()).unwrap_or_default());
+    create_file(path, &options).with_context(|| path.display().to_string())?;
     Ok(Unused { export: export.name().to_owned(), image, length: disk.len() })
 }
 
@@ -132,7 +138,7 @@ pub(super) fn commit(export: &Export, wanted: &Wanted, within: Duration) -> anyh
     let (mut bytes, mut removed) = (0, Ok(()));
     let open = || {
         keep_guess(wanted, &below)?;
-        let mut request = CommitRequest::new(resolve(&wanted.source)?);
+        let mut request = CommitRequest::new(named(&wanted.source)?);
         request.options = CommitOptions::default().keep_overlay(true);
         let counters = block_on(request.prepare())?.run(&|_| ControlFlow::Continue(()))?;
         bytes = counters.bytes_written + counters.bytes_copied;
@@ -220,7 +226,7 @@ fn wanted_below(wanted: &Wanted, below: &ImageFile) -> anyhow::Result<Wanted> {
 
 /// Opens the files of an export's image and of all below it, without locks.
 fn files(wanted: &Wanted) -> anyhow::Result<Vec<ImageFile>> {
-    let NamedImage { reference, options, .. } = resolve(&wanted.source)?;
+    let NamedImage { reference, options, .. } = named(&wanted.source)?;
     Ok(block_on(chain::files(&reference, &options.lock(LockPolicy::None)))?)
 }
 
@@ -274,11 +280,7 @@ fn remove_left_over(unfinished: &Path) -> anyhow::Result<()> {
 }
 
 /// Creates an empty overlay, durably. At no time there is an incomplete one at `path`.
-fn create_file(path: &Path, image: &Path, disk: &dyn Disk) -> anyhow::Result<()> {
-    let options = CreateOptions::default()
-        .size(disk.len())
-        .backing_file(Some(image.into()))
-        .backing_format(Some(disk.format().into()));
+fn create_file(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
     let folder = folder_of(path)?;
     let unfinished = continued::beside(path, ".unfinished");
     let new = FileOptions { cache: CacheMode::Writeback, create: Create::New, ..FileOptions::default() };
@@ -290,7 +292,7 @@ fn create_file(path: &Path, image: &Path, disk: &dyn Disk) -> anyhow::Result<()>
         made => made,
     }?;
     let written = block_on(async {
-        qcow2::create(&*file, None, &options).await?;
+        qcow2::create(&*file, None, options).await?;
         anyhow::Ok(file.flush().await?)
     });
     let named = written.and_then(|()| Ok(renameat_with(CWD, &unfinished, CWD, path, RenameFlags::NOREPLACE)?));

@@ -36,7 +36,8 @@ pub(in crate::serve) struct AddRequest {
     offset: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     size: Option<u64>,
-    #[serde(default)]
+    // A server that does not know it is not told of it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     compress: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     compress_level: Option<u8>,
