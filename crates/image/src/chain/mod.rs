@@ -218,10 +218,15 @@ impl ImageFile {
 
     /// Whether `other` is the same image in the same bytes; `false` also of bytes that have no identity.
     pub(crate) fn is_same_image(&self, other: &Self) -> bool {
-        self.identity().is_some()
-            && (self.identity(), self.format) == (other.identity(), other.format)
-            && (self.reference.offset, self.reference.size) == (other.reference.offset, other.reference.size)
-            && self.reference.backing == other.reference.backing
+        self.format == other.format && self.is_at(&other.reference, other.identity())
+    }
+
+    /// Whether a reference, to bytes of this identity, is one to this image; `false` also of bytes that have none.
+    pub(crate) fn is_at(&self, reference: &Reference, identity: Option<Identity>) -> bool {
+        identity.is_some()
+            && self.identity() == identity
+            && (self.reference.offset, self.reference.size) == (reference.offset, reference.size)
+            && self.reference.backing == reference.backing
     }
 
     /// Opens the contents of an image in the format `luks`.
@@ -295,6 +300,16 @@ pub(crate) async fn open_with_identities(
     Ok((top.attach_backing(below, options).await?.as_disk(), walk.seen.0))
 }
 
+/// As [`open_image`], with the file of its backing image, if it has one.
+pub(crate) async fn open_overlay(
+    reference: &Reference,
+    options: &OpenOptions,
+) -> Result<(Image, Option<ImageFile>), ImageError> {
+    let mut walk = Walk::new(reference, options);
+    let (top, below, _) = walk.levels().await?;
+    Ok((top.attach_backing(below, options).await?, walk.second))
+}
+
 /// A qcow2 image that is changed as a whole, as [`resize`](crate::qcow2::resize()) does, with all that lies below it:
 /// the image itself is not in use.
 ///
@@ -349,12 +364,15 @@ struct Walk<'a> {
     /// How many images were opened, and the last one's name.
     depth: usize,
     last: Option<Arc<str>>,
+    /// The file of the first image's backing image.
+    second: Option<ImageFile>,
 }
 
 impl<'a> Walk<'a> {
     fn new(reference: &Reference, options: &'a OpenOptions) -> Self {
         let next = Some(reference.clone());
-        Self { options, below: options.below(), base: None, seen: Seen::default(), next, depth: 0, last: None }
+        let (below, seen) = (options.below(), Seen::default());
+        Self { options, below, base: None, seen, next, depth: 0, last: None, second: None }
     }
 
     /// The options of the image that was opened last.
@@ -421,6 +439,9 @@ impl<'a> Walk<'a> {
             self.seen.take(by, &Location::File(path.clone()), Identity::File(header.identity()))?;
         }
         self.last = Some(Arc::clone(file.storage.name()));
+        if self.depth == 2 {
+            self.second = Some(file.clone());
+        }
         Ok(Some(file))
     }
 

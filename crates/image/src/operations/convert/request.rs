@@ -9,14 +9,14 @@ use std::os::unix::fs::FileTypeExt;
 use std::sync::Arc;
 
 use limosa_page::broken_invariant;
-use limosa_storage::{Io, LockPolicy, block_on};
+use limosa_storage::{Io, block_on};
 
 use super::bitmaps::Bitmaps;
 use super::resume::{Beginning, Paths, Resumable, ResumeOptions, source_state};
 use super::source::Source;
 use super::stream::{InputStream, OutputImage, PipeRest, RawInput, Streams, open_qcow2, unsupported};
 use super::{ConvertCounters, ConvertOptions, convert_on_threads, convert_recorded, convert_stream};
-use crate::chain::{self, Image, ImageFile, NamedImage, OpenOptions};
+use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::new_image::{CreatedFiles, NewImage, NewImageFormat, UnfinishedFiles};
@@ -231,14 +231,15 @@ impl ConvertRequest {
             ConvertTarget::New(mut new) if let Some(resume) = &resume => {
                 let (copy, image) = new.continue_copy((&named, length), resume, &mut options, unfinished).await?;
                 resumable = Some(copy);
-                (image, None)
+                (open_target(&image).await?, None)
             }
-            ConvertTarget::Existing(target) => (target, None),
+            ConvertTarget::Existing(target) => (open_target(&target).await?, None),
             ConvertTarget::Overlay { image, backing } => {
                 if sources.len() != 1 {
                     return Err(OperationError::SharedBacking { backing: backing.reference.to_string() });
                 }
-                options.backing_length = Some(backing_length(&image, &backing).await?);
+                let (image, length) = open_overlay(&image, &backing).await?;
+                options.backing_length = Some(length);
                 (options.target_has_contents, options.target_is_zero) = (true, false);
                 (image, None)
             }
@@ -248,35 +249,32 @@ impl ConvertRequest {
                 }
                 let made = new.create(sources.len(), length, unfinished).await?;
                 (options.backing_length, options.target_is_zero) = (made.below, made.is_zero);
-                (made.image, Some(made.files))
+                (open_target(&made.image).await?, Some(made.files))
             }
         };
-        let options_of_target = OpenOptions { read_only: false, ..target.options };
-        let target = chain::open_image(&target.reference, &options_of_target).await?;
         let target = Target::Image(target);
         Ok(PreparedConversion { sources, input, rest, target, options, length, created, bitmaps, resumable })
     }
 }
 
-/// Length in bytes of an image's backing image, which must be `backing`. Nothing is locked: the image is opened with
-/// its locks later.
-async fn backing_length(image: &NamedImage, backing: &NamedImage) -> Result<u64, ImageError> {
-    let options = |named: &NamedImage| OpenOptions {
-        read_only: true,
-        snapshot: None,
-        lock: LockPolicy::None,
-        ..named.options.clone()
-    };
-    let refuse = |what| Err(unsupported(&image.reference.to_string().into(), what));
-    let chain = chain::files(&image.reference, &options(image)).await?;
-    let Some(own) = chain.get(1) else { return refuse("it has no backing file") };
-    let asked = OpenOptions { format: backing.options.format.or(Some(own.format)), ..options(backing) };
-    let asked = ImageFile::open(&backing.reference, &asked).await?;
-    if !asked.is_same_image(own) {
+/// Opens an image to be written.
+async fn open_target(NamedImage { reference, options }: &NamedImage) -> Result<Image, ImageError> {
+    chain::open_image(reference, &OpenOptions { read_only: false, ..options.clone() }).await
+}
+
+/// Opens an image to be written, whose backing image must be `backing`. Returns the length of that in bytes.
+async fn open_overlay(image: &NamedImage, backing: &NamedImage) -> Result<(Image, u64), ImageError> {
+    let refuse = |what: &str| Err(unsupported(&image.reference.to_string().into(), what));
+    let options = OpenOptions { read_only: false, ..image.options.clone() };
+    let (opened, own) = chain::open_overlay(&image.reference, &options).await?;
+    let Some(own) = own else { return refuse("it has no backing file") };
+    let NamedImage { reference, options } = backing;
+    let format = reference.format.or(options.format).unwrap_or(own.format);
+    if format != own.format || !own.is_at(reference, reference.location.identity()) {
         let own = format!("its backing file is {} ({})", own.reference, own.format);
-        return refuse(&format!("{own}, not {} ({})", asked.reference, asked.format));
+        return refuse(&format!("{own}, not {reference} ({format})"));
     }
-    Ok(ImageInfo::of(own).await?.virtual_size)
+    Ok((opened, ImageInfo::of(&own).await?.virtual_size))
 }
 
 /// Opens the image in a stream: a raw one is returned; another one is added to the sources, and what follows its
