@@ -46,6 +46,9 @@ fn unknown(name: &str) -> UnknownFormat {
 /// Bytes that are looked at.
 pub(crate) const LOOKED_AT: usize = 512;
 
+/// A format whose disks only the kernel decrypts.
+const LUKS2: &str = "luks2";
+
 /// Signatures of other formats, with their offsets and QEMU's names.
 const FOREIGN: [(usize, &[u8], &str); 11] = [
     (0, b"QFI\xfb\0\0\0\x01", "qcow"),
@@ -58,7 +61,7 @@ const FOREIGN: [(usize, &[u8], &str); 11] = [
     (0, b"QED\0", "qed"),
     (0, b"WithoutFreeSpace", "parallels"),
     (0, b"WithouFreSpacExt", "parallels"),
-    (0, b"LUKS\xba\xbe\0\x02", "luks2"),
+    (0, b"LUKS\xba\xbe\0\x02", LUKS2),
 ];
 
 /// The format that a file looks like.
@@ -93,10 +96,11 @@ pub async fn probe(storage: &dyn Storage) -> Result<Format, ImageError> {
     storage.read(0, start.clone().into()).await?;
     match guess(&start.to_vec()) {
         Guess::Known(format) => Ok(format),
-        Guess::Foreign(name) => Err(ImageError::Unsupported {
-            image: storage.name().clone(),
-            what: format!("it looks like {name}, which is not supported; convert it with qemu-img, or open it as raw"),
-        }),
+        Guess::Foreign(name) => {
+            let remedy = if name == LUKS2 { "decrypt it with cryptsetup" } else { "convert it with qemu-img" };
+            let what = format!("it looks like {name}, which is not supported; {remedy}, or open it as raw");
+            Err(ImageError::Unsupported { image: storage.name().clone(), what })
+        }
     }
 }
 

@@ -23,6 +23,12 @@ pub(crate) fn explained(server: &Server, error: QmpError) -> anyhow::Error {
             );
         }
         QmpError::Closed { monitor, .. } => return anyhow!("{monitor}: the server has ended"),
+        QmpError::Busy { monitor, .. } => {
+            return anyhow!(
+                "{monitor}: no answer; give the --control socket of a running `{command}`{or}, and end another client \
+                 that holds it"
+            );
+        }
         _ => {}
     }
     if error.is_unknown_command() {

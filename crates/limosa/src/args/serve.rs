@@ -27,10 +27,10 @@ use super::serve_ctl::{ServeCommand, ServedImageArgs};
   limosa serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --tls-creds /etc/pki/qemu --tls-allow host2.example\n  \
   limosa serve disk.qcow2 --vhost-user-blk /run/vm/disk.sock\n  \
   limosa serve a.qcow2 b.qcow2 --name system --name data --nbd unix:/run/disks.sock\n  \
-  limosa serve disk.qcow2 --nbd unix:/run/vm/disk.sock --control /run/vm/disk-control.sock\n  \
+  limosa serve disk.qcow2 --nbd unix:/run/vm/disk.sock --control /run/vm/disk-control.sock --allow-dir .\n  \
   limosa serve ctl /run/vm/disk-control.sock add other.qcow2 --name other\n  \
-  nbdinfo nbd+unix:///?socket=/run/vm/disk.sock\n  \
-  qemu-system-x86_64 ... -drive file=nbd+unix:///?socket=/run/vm/disk.sock,format=raw,if=virtio"
+  nbdinfo 'nbd+unix:///?socket=/run/vm/disk.sock'\n  \
+  qemu-system-x86_64 ... -drive 'file=nbd+unix:///?socket=/run/vm/disk.sock,format=raw,if=virtio'"
 )]
 pub(crate) struct ServeCommandArgs {
     #[command(subcommand)]

@@ -7,6 +7,7 @@ use limosa_image::commit::{self, CommitRequest};
 use limosa_storage::block_on;
 
 use super::convert::{cause, io, object};
+use super::interrupt;
 use super::meter::Meter;
 use super::open;
 use super::options::CommitOptions;
@@ -19,6 +20,7 @@ pub(crate) fn run(options: &CommitOptions) -> anyhow::Result<ExitCode> {
     let mut request = CommitRequest::new(overlay);
     request.base.clone_from(&options.base);
     request.options = commit::CommitOptions::default().keep_overlay(options.keep);
+    interrupt::keep(format!("{}: interrupted; it is complete: commit it again", options.source.name));
     let commit = block_on(request.prepare())?;
     warn(commit.base());
     let length = commit.length();
@@ -39,7 +41,7 @@ fn warn(base: &Image) {
     let name = base.as_disk();
     let name = name.name();
     if let Some(report) = base.repair_report() {
-        open::warn_of_repair(name, report);
+        open::warn_of_repair(name, report, "flushed");
     }
     if base.is_guessed() {
         say_named!(

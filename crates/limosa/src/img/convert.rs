@@ -1,6 +1,7 @@
 //! `limosa img convert`.
 
 use std::ffi::OsStr;
+use std::path::Path;
 use std::process::ExitCode;
 
 use limosa_image::chain::{NamedImage, OpenOptions};
@@ -45,6 +46,11 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         request.sources.clear();
     }
     let streams = Streams::new(input, output.map(|output| output.stream));
+    // A file that was there before is not removed.
+    let is_kept = !options.resume && !is_stdout && (options.no_create || Path::new(&options.name.0).exists());
+    if is_kept {
+        interrupt::keep(format!("{}: interrupted; its contents are not complete", options.name));
+    }
     let failed = |error| incomplete(broken_bitmap(cause(error)));
     let prepared = block_on(request.prepare_streams(streams, &UNFINISHED)).map_err(failed)?;
     if let Some(image) = prepared.target() {
@@ -248,6 +254,10 @@ fn check(options: &ConvertOptions) -> anyhow::Result<()> {
     }
     if options.backing.is_some() && options.target_is_zero {
         anyhow::bail!("-B and --target-is-zero exclude each other: the target reads as its backing file");
+    }
+    let format = &options.target.format;
+    if options.no_create && options.backing.is_some() && !options.target.image_opts && format != "qcow2" {
+        anyhow::bail!("{}: format {format} does not support a backing file; use -O qcow2", options.name);
     }
     if options.no_create && options.backing.is_none() && options.backing_format.is_some() {
         anyhow::bail!("{}: -F needs a backing file; give it with -B", options.name);

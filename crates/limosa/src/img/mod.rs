@@ -67,7 +67,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Amend(args) => amend::run(&args.resolve()?),
         ImgCommand::Commit(args) => commit::run(&args.resolve()),
         ImgCommand::Rebase(args) => rebase::run(&args.resolve()?),
-        ImgCommand::Snapshot(args) => snapshot::run(&args.resolve()),
+        ImgCommand::Snapshot(args) => snapshot::run(&args.resolve()?),
         ImgCommand::Bitmap(args) => bitmap::run(&args.resolve()),
         ImgCommand::Bench(args) => bench::run(&args.resolve()?),
         ImgCommand::Other(words) => refuse(&words),

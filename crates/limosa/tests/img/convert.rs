@@ -423,7 +423,8 @@ fn an_overlay_that_exists_has_the_backing_file_that_is_named() {
     for (target, format) in [("plain", "qcow2"), ("plain.raw", "raw")] {
         bed.create(&["-f", format, target, "12M"]);
         let words = ["convert", "-n", "-f", "qcow2", "-O", format, "-B", "base", "overlay", target];
-        assert_one_line(&bed.limosa(&words).into(), &words, "no backing file");
+        let reason = if format == "raw" { "use -O qcow2" } else { "no backing file" };
+        assert_one_line(&bed.limosa(&words).into(), &words, reason);
     }
     // By another name of the file.
     std::os::unix::fs::symlink("base", bed.path("link")).unwrap();

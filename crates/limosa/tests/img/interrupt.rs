@@ -28,7 +28,10 @@ fn what_a_command_made_and_did_not_finish_is_taken_away_and_what_was_there_stays
             running.signal(signal);
             let answer = Answer::from(running.wait());
             assert_eq!(answer.status, Some(status), "{words:?}: {answer:?}");
-            let says = if was_there { "" } else { "limosa: interrupted; removed target\n" };
+            let says = match was_there {
+                true => "limosa: target: interrupted; its contents are not complete\n",
+                false => "limosa: interrupted; removed target\n",
+            };
             assert!(answer.stdout.ends_with("/100%)\r\n") && answer.stderr == says, "{answer:?}");
             assert_eq!(bed.path("target").exists(), was_there, "{words:?}");
         }

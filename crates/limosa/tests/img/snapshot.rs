@@ -216,7 +216,12 @@ fn what_cannot_be_is_refused_and_nothing_is_written() {
     let long = "s".repeat(256);
     let words = ["snapshot", "-c", &long, "x"];
     assert_one_line(&bed.limosa(&words).into(), &words, "255 bytes");
-    for words in [&["-c", "a", "-d", "b", "x"][..], &["-l", "-a", "b", "x"], &["-U", "-c", "a", "x"]] {
+    for words in [
+        &["-c", "a", "-d", "b", "x"][..],
+        &["-l", "-a", "b", "x"],
+        &["-U", "-c", "a", "x"],
+        &["-c", "a", "-c", "b", "x"],
+    ] {
         assert_eq!(bed.limosa(&[&["snapshot"], words].concat()).status.code(), Some(1), "{words:?}");
     }
 }

@@ -20,15 +20,15 @@ pub(crate) struct ImgSnapshotArgs {
 
     /// Take a snapshot of this name
     #[arg(short, long, value_name = "SNAPSHOT", conflicts_with_all = ["apply", "delete", "force_share"])]
-    create: Option<String>,
+    create: Vec<String>,
 
     /// Make the disk what it was at this snapshot: its id or name; the present contents are lost
     #[arg(short, long, value_name = "SNAPSHOT", conflicts_with_all = ["delete", "force_share"])]
-    apply: Option<String>,
+    apply: Vec<String>,
 
     /// Delete this snapshot: its id or name
     #[arg(short, long, value_name = "SNAPSHOT", conflicts_with = "force_share")]
-    delete: Option<String>,
+    delete: Vec<String>,
 
     #[command(flatten)]
     share: ShareArg,
@@ -47,18 +47,23 @@ pub(crate) struct ImgSnapshotArgs {
 
 impl ImgSnapshotArgs {
     /// Resolves the arguments.
-    pub(crate) fn resolve(self) -> SnapshotOptions {
-        let change = match (self.create, self.apply, self.delete) {
+    ///
+    /// # Errors
+    /// Several changes are asked for.
+    pub(crate) fn resolve(mut self) -> anyhow::Result<SnapshotOptions> {
+        let several = self.create.len() + self.apply.len() + self.delete.len() > 1;
+        anyhow::ensure!(!several, "-c, -a and -d: only one snapshot at a time");
+        let change = match (self.create.pop(), self.apply.pop(), self.delete.pop()) {
             (Some(name), _, _) => Some(SnapshotChange::Create { name, taken: now() }),
             (_, Some(word), _) => Some(SnapshotChange::Apply(SnapshotChoice::IdOrName(word))),
             (_, _, Some(word)) => Some(SnapshotChange::Delete(SnapshotChoice::IdOrName(word))),
             (None, None, None) => None,
         };
-        SnapshotOptions {
+        Ok(SnapshotOptions {
             source: Source { force_share: self.share.force_share, ..self.image.source(&self.file) },
             change,
             json: self.json,
-        }
+        })
     }
 }
 

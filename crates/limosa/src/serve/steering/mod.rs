@@ -206,7 +206,7 @@ impl Steering {
         self.exports.find(name).ok_or_else(|| {
             let names: Vec<_> = self.exports.all().iter().map(|export| format!("{:?}", export.name())).collect();
             let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-            anyhow::Error::from(ExportError::NotFound(name.to_owned())).context(format!("exports are: {names}"))
+            anyhow::anyhow!("{}; exports are: {names}", ExportError::NotFound(name.to_owned()))
         })
     }
 
