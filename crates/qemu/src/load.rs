@@ -13,8 +13,9 @@ use limosa_channel::Channel;
 use limosa_migrate::MigrateError;
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::PrecopyStats;
-use limosa_migrate::stored::{PrecopyOptions, PrecopySource};
+use limosa_migrate::stored::{PageSource as _, PrecopyOptions, PrecopySource};
 use limosa_snapshot::Snapshot;
+use limosa_stream::MultifdRules;
 use serde_json::Value;
 
 use crate::job::{JobContext, JobError};
@@ -71,7 +72,11 @@ impl<'a> Loader<'a> {
         let options = PrecopyOptions { answer_timeout: STALLED_AFTER, ..options };
         let source = PrecopySource::new(snapshot, channel, self.watch.handle).options(options);
         let source = match multifd {
-            Some((channels, options)) => source.channels(channels, options)?,
+            Some((channels, options)) => {
+                let (named, version) = (snapshot.setup().configuration.multifd_rules(), self.monitor.version());
+                let rules = named.or_older(MultifdRules::of_version(version.major, version.minor));
+                source.channels(channels, MultifdSourceOptions { rules: Some(rules), ..options })?
+            }
             None => source,
         };
         let stats = source.run()?;

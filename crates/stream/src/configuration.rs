@@ -51,6 +51,25 @@ pub struct MultifdRules {
     pub zero_pages_on_main: bool,
 }
 
+impl MultifdRules {
+    /// Those of machine types of this version, major and minor, and of all types in a QEMU of this version.
+    pub const fn of_version(major: u32, minor: u32) -> Self {
+        Self {
+            sync_at_every_section: major < 8 || (major == 8 && minor == 0),
+            zero_pages_on_main: major < 8 || (major == 8 && minor <= 2),
+        }
+    }
+
+    /// The older of each rule: for an end that may follow either.
+    #[must_use]
+    pub const fn or_older(self, other: Self) -> Self {
+        Self {
+            sync_at_every_section: self.sync_at_every_section || other.sync_at_every_section,
+            zero_pages_on_main: self.zero_pages_on_main || other.zero_pages_on_main,
+        }
+    }
+}
+
 impl Configuration {
     /// A configuration of `machine` and nothing else.
     pub fn new(machine: impl Into<String>) -> Self {
@@ -86,13 +105,11 @@ impl Configuration {
 
     /// How a QEMU of this machine type uses multifd: QEMU does not negotiate it, both ends go by the type.
     ///
-    /// A name without a version (`microvm`, one of a distribution) counts as current. A reader need not guess: see
+    /// A name without a version (`microvm`) counts as current: what its QEMU does depends on that QEMU's own version
+    /// ([`MultifdRules::of_version`]). A reader need not guess: see
     /// [`Event::MultifdFlush`](crate::Event::MultifdFlush).
     pub fn multifd_rules(&self) -> MultifdRules {
-        self.version().map_or_else(MultifdRules::default, |version| MultifdRules {
-            sync_at_every_section: version <= (8, 0),
-            zero_pages_on_main: version <= (8, 2),
-        })
+        self.version().map_or_else(MultifdRules::default, |(major, minor)| MultifdRules::of_version(major, minor))
     }
 
     /// Whether QEMU's streams of this machine type have neither a configuration record nor section footers: types up to
@@ -101,11 +118,9 @@ impl Configuration {
         self.version().is_some_and(|version| version <= (2, 3))
     }
 
-    /// The version at the end of the machine type's name.
+    /// The version of QEMU that the machine type is of, by its name.
     fn version(&self) -> Option<(u32, u32)> {
-        let mut version = self.machine.rsplit('-').next().unwrap_or(&self.machine).split('.');
-        let mut number = || version.next()?.parse::<u32>().ok();
-        Some((number()?, number()?))
+        self.machine.split('-').find_map(|part| numbers(part).or_else(|| of_ubuntu(part)).or_else(|| of_rhel(part)))
     }
 
     /// Appends file header and configuration record.
@@ -252,4 +267,58 @@ fn begin_subsection(name: &str, out: &mut Vec<u8>) -> Result<(), EncodeError> {
     put_name("configuration subsection", name, out)?;
     out.extend_from_slice(&1u32.to_be_bytes());
     Ok(())
+}
+
+/// The first two numbers of a version.
+fn numbers(version: &str) -> Option<(u32, u32)> {
+    let mut parts = version.split('.');
+    let mut number = || parts.next()?.parse::<u32>().ok();
+    Some((number()?, number()?))
+}
+
+/// The version of QEMU in a release of Ubuntu, whose machine types have its name (`pc-q35-noble`,
+/// `pc-i440fx-jammy-hpb`; `q35` is an alias of them there).
+fn of_ubuntu(release: &str) -> Option<(u32, u32)> {
+    Some(match release {
+        "trusty" => (2, 0),
+        "utopic" => (2, 1),
+        "vivid" => (2, 2),
+        "wily" => (2, 3),
+        "xenial" => (2, 5),
+        "yakkety" => (2, 6),
+        "zesty" => (2, 8),
+        "artful" => (2, 10),
+        "bionic" => (2, 11),
+        "cosmic" => (2, 12),
+        "disco" => (3, 1),
+        "eoan" => (4, 0),
+        "focal" => (4, 2),
+        "groovy" => (5, 0),
+        "hirsute" => (5, 2),
+        "impish" => (6, 0),
+        "jammy" => (6, 2),
+        "kinetic" => (7, 0),
+        "lunar" => (7, 2),
+        "mantic" => (8, 0),
+        "noble" => (8, 2),
+        "oracular" => (9, 0),
+        "plucky" => (9, 2),
+        "questing" => (10, 1),
+        _ => return None,
+    })
+}
+
+/// The newest version of QEMU that machine types of a release of Red Hat Enterprise Linux (`pc-q35-rhel9.4.0`) are as
+/// old as.
+fn of_rhel(release: &str) -> Option<(u32, u32)> {
+    Some(match numbers(release.strip_prefix("rhel")?)? {
+        (..=6, _) | (7, ..=2) => (2, 3),
+        (7, _) => (2, 12),
+        (8, _) => (6, 2),
+        (9, ..=2) => (7, 2),
+        (9, 3) => (8, 0),
+        (9, 4) => (8, 2),
+        (9, 5) => (9, 0),
+        _ => (9, 1),
+    })
 }

@@ -3,7 +3,7 @@
 use limosa_stream::multifd::{
     Compression, INITIAL_LEN, InitialPacket, MAGIC, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, PREFIX_LEN, Packet,
 };
-use limosa_stream::{Configuration, ErrorKind, StreamError, UnsupportedFeature};
+use limosa_stream::{Configuration, ErrorKind, MultifdRules, StreamError, UnsupportedFeature};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -183,13 +183,38 @@ fn the_machine_type_determines_how_its_qemu_uses_multifd() {
         let rules = Configuration::new(machine).multifd_rules();
         (rules.sync_at_every_section, rules.zero_pages_on_main)
     };
-    for machine in ["pc-i440fx-7.2", "pc-q35-8.0", "pc-q35-6.2", "virt-7.0", "s390-ccw-virtio-8.0"] {
+    for machine in [
+        "pc-i440fx-7.2",
+        "pc-q35-8.0",
+        "pc-q35-6.2",
+        "virt-7.0",
+        "s390-ccw-virtio-8.0",
+        "pc-q35-jammy",
+        "pc-i440fx-focal-hpb",
+        "pc-q35-rhel9.2.0",
+        "pc-i440fx-rhel7.6.0",
+    ] {
         assert_eq!(rules(machine), (true, true), "{machine}");
     }
-    for machine in ["pc-q35-8.1", "pc-i440fx-8.2"] {
+    for machine in ["pc-q35-8.1", "pc-i440fx-8.2", "pc-q35-noble", "pc-i440fx-noble-v2", "pc-q35-rhel9.4.0"] {
         assert_eq!(rules(machine), (false, true), "{machine}");
     }
-    for machine in ["pc-q35-9.0", "pc-i440fx-10.0", "pc-i440fx-11.1", "microvm", "pc", "", "pc-q35-rhel9.6.0"] {
+    for machine in
+        ["pc-q35-9.0", "pc-i440fx-10.0", "pc-i440fx-11.1", "microvm", "pc", "", "pc-q35-rhel9.6.0", "pc-q35-plucky"]
+    {
         assert_eq!(rules(machine), (false, false), "{machine}");
     }
+}
+
+#[test]
+fn an_old_qemu_has_the_old_rules_for_all_types() {
+    let rules =
+        |major, minor| Configuration::new("microvm").multifd_rules().or_older(MultifdRules::of_version(major, minor));
+    let both = |rules: MultifdRules| (rules.sync_at_every_section, rules.zero_pages_on_main);
+    let found = [(7, 2), (8, 0), (8, 1), (8, 2), (9, 0), (10, 0)].map(|(major, minor)| both(rules(major, minor)));
+    assert_eq!(found, [(true, true), (true, true), (false, true), (false, true), (false, false), (false, false)]);
+    assert_eq!(
+        both(Configuration::new("pc-q35-7.2").multifd_rules().or_older(MultifdRules::of_version(10, 0))),
+        (true, true)
+    );
 }

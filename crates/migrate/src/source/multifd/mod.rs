@@ -83,12 +83,15 @@ pub struct MultifdSourceOptions {
     /// default; read and copied ([`ZeroCopy::Off`]); or spliced or not at all ([`ZeroCopy::Splice`]). Guest memory
     /// leaves as its channels [say](limosa_channel::Options::zero_copy).
     pub zero_copy: ZeroCopy,
+    /// How the destination uses multifd, if more is known of it than the machine type's name.
+    pub rules: Option<MultifdRules>,
 }
 
 impl Default for MultifdSourceOptions {
     fn default() -> Self {
         let (compression, zero_copy) = (Compression::None, ZeroCopy::Auto);
-        Self { compression, level: 1, uuid: None, packet_pages: PACKET_PAGES, detect_zero: true, zero_copy }
+        let rules = None;
+        Self { compression, level: 1, uuid: None, packet_pages: PACKET_PAGES, detect_zero: true, zero_copy, rules }
     }
 }
 
@@ -222,7 +225,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             channels,
             zeroed,
             in_place: options.zero_copy != ZeroCopy::Off && options.why_read(source, return_path).is_none(),
-            rules: source.setup().configuration.multifd_rules(),
+            rules: options.rules.unwrap_or_else(|| source.setup().configuration.multifd_rules()),
             queue,
             packets: AtomicU64::new(0),
             normal: AtomicU64::new(0),
