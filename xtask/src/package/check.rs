@@ -11,7 +11,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 use limosa_testkit::LinuxGuest;
 
-use super::{folder, make};
+use super::{emulated, folder, make};
 use crate::setup::{self, Machine, packages::bootstrap};
 use crate::shell;
 
@@ -47,6 +47,7 @@ pub(crate) fn run() -> Result<()> {
         println!("package tests: {suite} is done");
     }
     check_rpm(rpm, &folder.join("roots/rpm"))?;
+    emulated::run()?;
     println!("package tests: {} packages are the same twice, and work", packages.len());
     Ok(())
 }

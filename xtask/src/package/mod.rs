@@ -5,6 +5,7 @@
 
 pub(crate) mod check;
 mod dependencies;
+mod emulated;
 mod target;
 mod tree;
 

@@ -76,9 +76,7 @@ pub(super) const ALL: [Target; 4] = [
 impl Target {
     /// Builds the program, not stripped, into a folder of builds. Returns where it is.
     pub(super) fn build(self, builds: &Path) -> Result<PathBuf> {
-        self.check_compiler()?;
-        self.add_to_toolchain()?;
-        let mut cargo = self.cargo(builds)?;
+        let mut cargo = self.ready(builds)?;
         cargo.args(["build", "--release", "--locked", "--package", "limosa", "--bin", "limosa"]);
         shell::run(cargo.args(["--target", self.triple]))?;
         let program = builds.join(self.triple).join("release/limosa");
@@ -86,6 +84,13 @@ impl Target {
             bail!("cargo has built no {}", program.display());
         }
         Ok(program)
+    }
+
+    /// cargo, for this target, which has all that it needs.
+    pub(super) fn ready(self, builds: &Path) -> Result<Command> {
+        self.check_compiler()?;
+        self.add_to_toolchain()?;
+        self.cargo(builds)
     }
 
     /// cargo, for this target.
