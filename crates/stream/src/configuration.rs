@@ -312,8 +312,7 @@ fn of_ubuntu(release: &str) -> Option<(u32, u32)> {
 /// old as.
 fn of_rhel(release: &str) -> Option<(u32, u32)> {
     Some(match numbers(release.strip_prefix("rhel")?)? {
-        (..=6, _) | (7, ..=2) => (2, 3),
-        (7, _) => (2, 12),
+        (..=7, _) => (2, 12),
         (8, _) => (6, 2),
         (9, ..=2) => (7, 2),
         (9, 3) => (8, 0),
