@@ -16,8 +16,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 /// The system's allocator. With a limit, a failed allocation ends the process.
 pub(crate) struct LimitedAllocator;
 
-/// Ends the process; called with the number of bytes that could not be allocated.
-pub(crate) type OnExhausted = fn(usize) -> !;
+/// Ends the process; called with the number of bytes that could not be allocated, if that is known.
+pub(crate) type OnExhausted = fn(Option<usize>) -> !;
 
 static ON_EXHAUSTED: OnceLock<OnExhausted> = OnceLock::new();
 /// The thread that ends the process; 0: none yet.
@@ -38,7 +38,7 @@ pub(crate) fn set(bytes: u64, end: OnExhausted) -> rustix::io::Result<()> {
 
 /// Ends the process after a failed allocation; returns if there is no limit, and to the thread that is ending it.
 #[cold]
-fn exhausted(bytes: usize) {
+pub(crate) fn exhausted(bytes: Option<usize>) {
     let Some(end) = ON_EXHAUSTED.get() else { return };
     let thread = rustix::thread::gettid().as_raw_nonzero().get();
     match ENDING.compare_exchange(0, thread, Ordering::AcqRel, Ordering::Acquire) {
@@ -59,7 +59,7 @@ fn exhausted(bytes: usize) {
 /// Looks at the result of an allocation of `bytes`.
 fn checked(start: *mut u8, bytes: usize) -> *mut u8 {
     if start.is_null() {
-        exhausted(bytes);
+        exhausted(Some(bytes));
     }
     start
 }

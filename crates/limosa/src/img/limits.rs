@@ -6,7 +6,6 @@
 use std::panic;
 use std::process;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -43,8 +42,7 @@ impl Limits {
         if let Some(bytes) = self.memory {
             MEMORY.get_or_init(|| (bytes, status));
             end_where_threads_have_no_stack();
-            memory_limit::set(bytes, |bytes| end_without_memory(Some(bytes)))
-                .context("--limit-memory: cannot set the limit")?;
+            memory_limit::set(bytes, end_without_memory).context("--limit-memory: cannot set the limit")?;
         }
         if let Some(time) = self.time {
             let wait = move || {
@@ -66,7 +64,7 @@ fn end_where_threads_have_no_stack() {
     let usual = panic::take_hook();
     panic::set_hook(Box::new(move |panic| {
         if panic.payload().downcast_ref().is_some_and(|why: &String| why.contains("alternative stack")) {
-            end_without_memory(None);
+            memory_limit::exhausted(None);
         }
         usual(panic);
     }));
@@ -75,11 +73,6 @@ fn end_where_threads_have_no_stack() {
 /// Ends the process on the thread that has no memory. It may hold the lock of stderr's or of the display's, too.
 /// `bytes`: how much more it needs, if that is known.
 fn end_without_memory(bytes: Option<usize>) -> ! {
-    static IS_ENDING: AtomicBool = AtomicBool::new(false);
-    // Another thread has no memory either, and has the process end.
-    while IS_ENDING.swap(true, Ordering::AcqRel) {
-        thread::sleep(WAIT);
-    }
     let (limit, status) = MEMORY.get().copied().unwrap_or((0, 1));
     let removed = UNFINISHED.try_remove_all(WAIT);
     let more = bytes.map(|bytes| format!(" (another {bytes} bytes)")).unwrap_or_default();
