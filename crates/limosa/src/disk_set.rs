@@ -14,6 +14,8 @@ use limosa_image::qcow2::{
 use limosa_image::reference::Reference;
 use limosa_storage::block_on;
 
+use crate::serve::journals;
+
 /// The snapshots of an image.
 fn snapshots(image: &Path, file: &ImageFile) -> anyhow::Result<Vec<Snapshot>> {
     ensure!(file.format == Format::Qcow2, "{}: format {} has no internal snapshots", image.display(), file.format);
@@ -78,7 +80,10 @@ impl<'a> NewSnapshots<'a> {
     /// One of them cannot be opened, is not qcow2, or has a snapshot of this name.
     pub(crate) fn begin(disks: &'a [PathBuf], name: &'a str, taken: (u32, u32)) -> anyhow::Result<Self> {
         let open = |path: &'a PathBuf| {
-            let file = block_on(ImageFile::open(&Reference::from_name(path)?, &OpenOptions::default()))?;
+            let file = block_on(ImageFile::open(
+                &Reference::from_name(path)?,
+                &OpenOptions::default().unreplayed(journals::existing()),
+            ))?;
             refuse_taken(path, &file, name)?;
             anyhow::Ok((path.as_path(), file))
         };

@@ -64,10 +64,10 @@ pub struct OpenOptions {
     /// The folder of the image's journal, if it is qcow2 of version 3 and written: what was acknowledged survives there
     /// when the process is killed and clients continue with the next one.
     pub journals: Option<JournalFolder>,
-    /// A folder of journals that are not brought to the image: while a journal there has changes, the image is not
+    /// Folders of journals that are not brought to the image: while a journal there has changes of it, the image is not
     /// opened ([`ImageError::Unreplayed`]), nor is one that stands on it, because that is not what was acknowledged.
     /// Without locks nobody looks: a process that uses the image has a journal with changes at any time.
-    pub unreplayed: Option<JournalFolder>,
+    pub unreplayed: Vec<JournalFolder>,
 }
 
 setters!(OpenOptions {
@@ -82,14 +82,14 @@ setters!(OpenOptions {
     secrets: Secrets,
     tls: TlsCredentials,
     journals: Option<JournalFolder>,
-    unreplayed: Option<JournalFolder>,
+    unreplayed: Vec<JournalFolder>,
 });
 
 impl OpenOptions {
     /// Of files below the image, which are not written.
     fn below(&self) -> Self {
         let qcow2 = self.qcow2.clone().compress(None);
-        let unreplayed = self.unreplayed.clone().or_else(|| self.journals.clone());
+        let unreplayed = self.unreplayed.iter().chain(&self.journals).cloned().collect();
         Self { format: None, read_only: true, snapshot: None, journals: None, unreplayed, qcow2, ..self.clone() }
     }
 
@@ -187,17 +187,25 @@ impl ImageFile {
     /// # Errors
     /// The kernel's; it looks like a format that limosa does not have.
     pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Self, ImageError> {
-        let storage = reference.location.open(&reference.settings.override_options(options.file()), &options.tls)?;
+        let file_options = reference.settings.override_options(options.file());
+        let storage = reference.location.open(&file_options, &options.tls)?;
         let (format, guessed) = match reference.format.or(options.format) {
             Some(format) => (format, false),
             None => (probe(&*storage).await?, true),
         };
-        if let Some(journals) = options.unreplayed.as_ref().filter(|_| options.lock != LockPolicy::None)
+        if file_options.lock != LockPolicy::None
             && let (Format::Qcow2, Some(file)) = (format, (&*storage as &dyn Any).downcast_ref::<FileStorage>())
         {
-            journals.refuse_unreplayed(file)?;
+            for journals in &options.unreplayed {
+                match journals.refuse_unreplayed(file) {
+                    // Another image has taken its place, or it was repaired: the journal is not this image's.
+                    Err(ImageError::Unreplayed { .. })
+                        if Header::read_to_examine(file).await.is_ok_and(|header| !header.features.dirty()) => {}
+                    looked => looked?,
+                }
+            }
         }
-        let open_header = |path| FileStorage::open(path, &reference.settings.override_options(options.file()));
+        let open_header = |path| FileStorage::open(path, &file_options);
         let header = reference.header.as_ref().map(open_header).transpose()?;
         Ok(Self { reference: reference.clone(), storage, header, format, guessed })
     }

@@ -22,6 +22,7 @@ use super::open;
 use super::options::{ConvertOptions, Name, Source};
 use super::pipe::{self, Output};
 use crate::program::say_named;
+use crate::serve::journals;
 use limosa_console::{check_stdout, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
@@ -46,15 +47,15 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         request.sources.clear();
     }
     let streams = Streams::new(input, output.map(|output| output.stream));
-    // A file that was there before is not removed.
-    let is_kept = !options.resume && !is_stdout && (options.no_create || Path::new(&options.name.0).exists());
-    if is_kept {
-        interrupt::keep(format!("{}: interrupted; its contents are not complete", options.name));
-    }
+    let was_there = options.no_create || Path::new(&options.name.0).exists();
     let failed = |error| incomplete(broken_bitmap(cause(error)));
     let prepared = block_on(request.prepare_streams(streams, &UNFINISHED)).map_err(failed)?;
     if let Some(image) = prepared.target() {
         open::warn(&target(options), image);
+    }
+    // A file that was there before is not removed.
+    if was_there && !options.resume && !is_stdout {
+        interrupt::keep(format!("{}: interrupted; its contents are not complete", options.name));
     }
     if options.resume {
         interrupt::keep(format!("{}: interrupted; run the same command to continue", options.name));
@@ -326,7 +327,8 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     let backing = OpenOptions::default()
         .cache(target.cache)
         .lock(if force_share { LockPolicy::None } else { LockPolicy::Auto })
-        .policy(open::policy(first.is_some_and(|source| source.untrusted)));
+        .policy(open::policy(first.is_some_and(|source| source.untrusted)))
+        .unreplayed(journals::existing());
     let image = new_image(&options.name, target.cache, &format)?;
     Ok(NewTarget::new(image, io(target.cache), object::usable(backing)))
 }

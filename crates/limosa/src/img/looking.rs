@@ -6,6 +6,7 @@
 use std::thread;
 use std::time::Duration;
 
+use limosa_console::anyhow_error_line;
 use limosa_image::ImageError;
 use limosa_image::chain::NamedImage;
 use limosa_storage::{LockHolders, LockPolicy, OpenError};
@@ -37,6 +38,11 @@ pub(super) fn look<T>(source: &Source, look: impl Fn(&NamedImage) -> anyhow::Res
         Ok(found) => return Ok(Look { found, in_use: false }),
         Err(error) => error,
     };
+    if let Some(ImageError::Unreplayed { .. }) = error.downcast_ref() {
+        say_named!("{}; what follows is the image without them", anyhow_error_line(&error));
+        image.options.unreplayed = Vec::new();
+        return Ok(Look { found: look(&image)?, in_use: false });
+    }
     let Some(holders) = writers(&error) else { return Err(error) };
     say_named!("{}: another process writes to it{holders}; the result may be inconsistent", source.name);
     image.options.lock = LockPolicy::None;
@@ -64,7 +70,7 @@ pub(super) fn uncertain(error: anyhow::Error) -> anyhow::Error {
     // Without its causes: they would have a repair recommended.
     anyhow::anyhow!(
         "{}; this may be a change that its writer has not completed: look again when the image is not in use",
-        limosa_console::anyhow_error_line(&error)
+        anyhow_error_line(&error)
     )
 }
 

@@ -36,11 +36,11 @@ pub(super) fn open(wanted: Option<&JournalArg>) -> anyhow::Result<Option<Journal
     }
 }
 
-/// Returns the folder that every server of this user finds without being told, if there is one.
-pub(crate) fn existing() -> Option<JournalFolder> {
+/// Returns the folders that servers of this user find without being told, those that exist.
+pub(crate) fn existing() -> Vec<JournalFolder> {
     let places = places(geteuid().as_raw(), std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from));
     // In a folder that cannot be used no server has a journal.
-    places.iter().find_map(|path| JournalFolder::find(path).ok().flatten())
+    places.iter().filter_map(|path| JournalFolder::find(path).ok().flatten()).collect()
 }
 
 /// The folder that every server of this user finds without being told.

@@ -76,7 +76,7 @@ impl Wanted {
             .read_only(self.is_read_only())
             .snapshot(self.snapshot.clone())
             .journals(self.journals.clone())
-            .unreplayed(self.journals.clone().filter(|_| self.is_read_only()))
+            .unreplayed(self.journals.iter().filter(|_| self.is_read_only()).cloned().collect())
             .qcow2(qcow2);
         let image = open_when_released(&reference, &options).map_err(|error| self.explained(error))?;
         if !self.is_read_only() {
