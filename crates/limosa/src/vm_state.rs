@@ -16,7 +16,7 @@ use limosa_snapshot::{Foreign, Snapshot};
 use limosa_storage::{Buffer, LockPolicy, Storage, block_on};
 
 use crate::disk_set::{self, NewSnapshots};
-use crate::serve::journals;
+use crate::img::open::no_journal;
 
 /// Bytes that are read at once.
 const PIECE: u64 = 1 << 20;
@@ -47,7 +47,7 @@ pub(crate) fn open(
     force_share: bool,
 ) -> anyhow::Result<(Foreign, Feeder)> {
     let lock = if force_share { LockPolicy::None } else { LockPolicy::Auto };
-    let options = OpenOptions::default().lock(lock).unreplayed(journals::existing());
+    let options = no_journal(OpenOptions::default().lock(lock));
     let _unchanged = disk_set::check(image, tag, others, &options)?;
     let state = block_on(VmState::open(&Reference::from_name(image)?, tag, &options))?;
     let (read, write) = std::io::pipe().context("a pipe")?;
@@ -93,10 +93,7 @@ pub(crate) fn put(
     others: &[PathBuf],
     handle: &Handle,
 ) -> anyhow::Result<PrecopyStats> {
-    let file = block_on(ImageFile::open(
-        &Reference::from_name(image)?,
-        &OpenOptions::default().unreplayed(journals::existing()),
-    ))?;
+    let file = block_on(ImageFile::open(&Reference::from_name(image)?, &no_journal(OpenOptions::default())))?;
     disk_set::refuse_taken(image, &file, name)?;
     let (read, write) = std::io::pipe().context("a pipe")?;
     let taken = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -66,7 +66,7 @@ pub struct OpenOptions {
     pub journals: Option<JournalFolder>,
     /// Folders of journals that are not brought to the image: while a journal there has changes of it, the image is not
     /// opened ([`ImageError::Unreplayed`]), nor is one that stands on it, because that is not what was acknowledged.
-    /// Without locks nobody looks: a process that uses the image has a journal with changes at any time.
+    /// An image that is opened without locks is not refused: one that is in use has changes there at any time.
     pub unreplayed: Vec<JournalFolder>,
 }
 
@@ -193,21 +193,27 @@ impl ImageFile {
             Some(format) => (format, false),
             None => (probe(&*storage).await?, true),
         };
-        if file_options.lock != LockPolicy::None
-            && let (Format::Qcow2, Some(file)) = (format, (&*storage as &dyn Any).downcast_ref::<FileStorage>())
-        {
-            for journals in &options.unreplayed {
-                match journals.refuse_unreplayed(file) {
-                    // Another image has taken its place, or it was repaired: the journal is not this image's.
-                    Err(ImageError::Unreplayed { .. })
-                        if Header::read_to_examine(file).await.is_ok_and(|header| !header.features.dirty()) => {}
-                    looked => looked?,
-                }
-            }
-        }
         let open_header = |path| FileStorage::open(path, &file_options);
         let header = reference.header.as_ref().map(open_header).transpose()?;
-        Ok(Self { reference: reference.clone(), storage, header, format, guessed })
+        let file = Self { reference: reference.clone(), storage, header, format, guessed };
+        if file_options.lock != LockPolicy::None {
+            file.refuse_unreplayed(&options.unreplayed).await?;
+        }
+        Ok(file)
+    }
+
+    /// Refuses an image that has changes in a journal of one of these folders.
+    async fn refuse_unreplayed(&self, folders: &[JournalFolder]) -> Result<(), ImageError> {
+        let Some(file) = self.file_storage().filter(|_| self.format == Format::Qcow2) else { return Ok(()) };
+        for journals in folders {
+            match journals.refuse_unreplayed(file) {
+                // Another image has taken its place, or it was repaired: the journal is not this image's.
+                Err(ImageError::Unreplayed { .. })
+                    if Header::read_to_examine(file).await.is_ok_and(|header| !header.features.dirty()) => {}
+                looked => looked?,
+            }
+        }
+        Ok(())
     }
 
     /// Returns its file, if it is in one.

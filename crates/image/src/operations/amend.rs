@@ -77,9 +77,7 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     if *version == Some(2) {
         qcow2::check_downgrade(storage, *refcount_bits, *size, check).await?;
     }
-    if file.format == Format::Qcow2 {
-        qcow2::check_data_file_change(storage, data_file, check).await?;
-    }
+    qcow2::check_data_file_change(storage, data_file, check).await?;
     // It is checked once more when it is done: only for what comes before.
     if let Some(change) = key_slots.as_ref().filter(|_| of_qcow2) {
         let (place, area) = luks_area(&file, check).await?;
@@ -106,9 +104,7 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
         }
     }
     let file = ImageFile::open(reference, &open).await?;
-    if file.format == Format::Qcow2 {
-        qcow2::change_data_file(&*file.storage, data_file, check).await?;
-    }
+    qcow2::change_data_file(&*file.storage, data_file, check).await?;
     if *version == Some(2) {
         qcow2::change_version(&*file.storage, 2, check).await?;
     }

@@ -22,7 +22,6 @@ use super::open;
 use super::options::{ConvertOptions, Name, Source};
 use super::pipe::{self, Output};
 use crate::program::say_named;
-use crate::serve::journals;
 use limosa_console::{check_stdout, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
@@ -327,10 +326,9 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     let backing = OpenOptions::default()
         .cache(target.cache)
         .lock(if force_share { LockPolicy::None } else { LockPolicy::Auto })
-        .policy(open::policy(first.is_some_and(|source| source.untrusted)))
-        .unreplayed(journals::existing());
+        .policy(open::policy(first.is_some_and(|source| source.untrusted)));
     let image = new_image(&options.name, target.cache, &format)?;
-    Ok(NewTarget::new(image, io(target.cache), object::usable(backing)))
+    Ok(NewTarget::new(image, io(target.cache), object::usable(open::no_journal(backing))))
 }
 
 /// Refuses a new target that cannot be compressed, before it is created.

@@ -26,7 +26,12 @@ use crate::serve::journals;
 /// As of [`named`].
 pub(crate) fn resolve(source: &Source) -> anyhow::Result<NamedImage> {
     let NamedImage { reference, options, .. } = named(source)?;
-    Ok(NamedImage::new(reference, options.unreplayed(journals::existing())))
+    Ok(NamedImage::new(reference, no_journal(options)))
+}
+
+/// Has images refused that have changes in a journal of a usual folder.
+pub(crate) fn no_journal(options: OpenOptions) -> OpenOptions {
+    options.unreplayed(journals::existing())
 }
 
 /// Resolves an image's name and options; it is opened to be read.

@@ -12,7 +12,6 @@ use super::meter::Meter;
 use super::open;
 use super::options::RebaseOptions;
 use crate::program::say_named;
-use crate::serve::journals;
 use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
@@ -25,9 +24,8 @@ pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
             .cache(options.backing_cache)
             .io(io(options.backing_cache))
             .lock(if options.force_share { LockPolicy::None } else { LockPolicy::Auto })
-            .policy(open::policy(source.untrusted))
-            .unreplayed(journals::existing());
-        RebaseMode::Copy(Box::new(new))
+            .policy(open::policy(source.untrusted));
+        RebaseMode::Copy(Box::new(open::no_journal(new)))
     };
     let mut request = RebaseRequest::new(overlay, options.backing.clone(), mode);
     request.options = limosa_image::rebase::RebaseOptions::default().compress(options.compress);

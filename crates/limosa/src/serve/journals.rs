@@ -38,15 +38,14 @@ pub(super) fn open(wanted: Option<&JournalArg>) -> anyhow::Result<Option<Journal
 
 /// Returns the folders that servers of this user find without being told, those that exist.
 pub(crate) fn existing() -> Vec<JournalFolder> {
-    let places = places(geteuid().as_raw(), std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from));
     // In a folder that cannot be used no server has a journal.
-    places.iter().filter_map(|path| JournalFolder::find(path).ok().flatten()).collect()
+    own_places().iter().filter_map(|path| JournalFolder::find(path).ok().flatten()).collect()
 }
 
 /// The folder that every server of this user finds without being told.
 fn usual() -> Option<JournalFolder> {
     let mut reasons = Vec::new();
-    for path in places(geteuid().as_raw(), std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from)) {
+    for path in own_places() {
         match JournalFolder::open(&path) {
             Ok(folder) => return Some(folder),
             Err(error) => reasons.push(format!("{}: {error}", path.display())),
@@ -55,6 +54,11 @@ fn usual() -> Option<JournalFolder> {
     let why = reasons.join("; ");
     say!("limosa: without a journal, because no folder for it can be used ({why}); give one with --journal DIR");
     None
+}
+
+/// The places of this process's user.
+fn own_places() -> Vec<PathBuf> {
+    places(geteuid().as_raw(), std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from))
 }
 
 /// Folders in memory, the best one first: one that a login session takes away at its end is not for root.

@@ -1,4 +1,4 @@
-//! Writes that are stored compressed although nobody compressed them before: those of a server's clients.
+//! Plain writes that are stored compressed: those of a server's clients.
 //!
 //! Law: a cluster is compressed only if one write has all of it. What a write has of a part of a cluster is written as
 //! without compression, so a cluster that is written in parts is stored uncompressed, and so is the last one of a disk

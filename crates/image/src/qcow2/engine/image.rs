@@ -283,8 +283,8 @@ impl Inner {
         let recorder = journal.map(Journal::begin).transpose()?;
         let compress = options.compress;
         let context = Arc::new(Context::new(file, data_file, backing, recorder, (&header, cipher, options)));
-        let compress = compress.filter(|_| !context.is_read_only());
-        let compressed_writes = compress.and_then(|compress| CompressedWrites::new(&context, compress));
+        let compressed_writes =
+            compress.filter(|_| !context.is_read_only()).and_then(|compress| CompressedWrites::new(&context, compress));
         let l1 = context.read_file(header.l1.0, u64::from(header.l1.1) * 8).await?;
         let l1 = L1::new(header.l1.0, &l1, *context.geometry());
         let (refcounts, metadata) = Self::metadata(&context, &header, &l1).await?;

@@ -19,7 +19,7 @@ use crate::setters::setters;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DataFileChange {
-    /// Its new name; an empty one: the image names none, and whoever opens it has to. `None`: it stays.
+    /// Its new name; an empty one: the image names none, and has to be opened with a name. `None`: it stays.
     pub name: Option<OsString>,
     /// Whether it is kept valid as a raw image. One that is not cannot become so.
     pub is_raw: Option<bool>,
@@ -38,7 +38,7 @@ pub async fn change_data_file(
     change: &DataFileChange,
     options: CheckOptions,
 ) -> Result<(), ImageError> {
-    let Some((mut old, _)) = headers(file, change, options).await? else { return Ok(()) };
+    let Some(mut old) = admitted(file, change, options).await? else { return Ok(()) };
     old.prepare_autoclear(file, true).await?;
     let new = changed(&old, change);
     if new == old { Ok(()) } else { replace_header(file, &old, new).await }
@@ -53,18 +53,18 @@ pub(crate) async fn check_data_file_change(
     change: &DataFileChange,
     options: CheckOptions,
 ) -> Result<(), ImageError> {
-    match headers(file, change, options).await? {
-        Some((old, new)) => can_replace_header(file.name(), &old, new),
+    match admitted(file, change, options).await? {
+        Some(old) => can_replace_header(file.name(), &old, changed(&old, change)),
         None => Ok(()),
     }
 }
 
-/// The header, and the changed one; `None`: nothing is asked for.
-async fn headers(
+/// The header of an image that can be changed like this; `None`: nothing is asked for.
+async fn admitted(
     file: &dyn Storage,
     change: &DataFileChange,
     options: CheckOptions,
-) -> Result<Option<(Header, Header)>, ImageError> {
+) -> Result<Option<Header>, ImageError> {
     if *change == DataFileChange::default() {
         return Ok(None);
     }
@@ -77,8 +77,7 @@ async fn headers(
     if change.is_raw == Some(true) && !old.features.raw_data_file() {
         return refuse("its data file is not kept valid as a raw image, and cannot become so");
     }
-    let new = changed(&old, change);
-    Ok(Some((old, new)))
+    Ok(Some(old))
 }
 
 fn changed(old: &Header, change: &DataFileChange) -> Header {
