@@ -106,7 +106,6 @@ impl System<'_> {
     fn install(&self, deb: &Path) -> Result<()> {
         fs::copy(deb, self.root.join("limosa.deb")).context("the package")?;
         shell::run(&mut self.command(&["dpkg", "--install", "/limosa.deb"]))?;
-        // What a package refers to is there.
         // udev makes the group, where it is.
         shell::run(&mut self.command(&["sh", "-ec", "getent group kvm || addgroup --system kvm"]))?;
         shell::run(&mut self.command(&["sh", "-ec", "limosa --version; test -s /usr/share/man/man1/limosa-save.1*"]))

@@ -36,7 +36,7 @@ pub(in crate::serve) struct AddRequest {
     offset: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     size: Option<u64>,
-    // A server that does not know it is not told of it.
+    // Left out if it is off: older servers refuse fields that they do not know.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     compress: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
