@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::{Monitor, QOM_LIST, need_list, property_list};
+use super::{Answer, Monitor, QOM_LIST, Question, need_list, property_list};
 use crate::qmp::QmpError;
 
 /// A device that the command line or a hot-plug added.
@@ -100,17 +100,24 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn devices(&self) -> Result<Vec<Device>, QmpError> {
-        let mut devices = Vec::new();
-        let lists = self.qmp().execute_all(DEVICE_PLACES.map(|path| (QOM_LIST, json!({ "path": path }))))?;
-        for list in lists {
-            for (id, kind) in property_list(list)? {
-                if let Some(kind) = kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')) {
-                    devices.push(Device { id, kind: kind.to_owned() });
-                }
+        answers(self.qmp().execute_all(questions())?)
+    }
+}
+
+pub(super) fn questions() -> [Question; 2] {
+    DEVICE_PLACES.map(|path| (QOM_LIST, json!({ "path": path })))
+}
+
+pub(super) fn answers(lists: [Answer; 2]) -> Result<Vec<Device>, QmpError> {
+    let mut devices = Vec::new();
+    for list in lists {
+        for (id, kind) in property_list(list)? {
+            if let Some(kind) = kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')) {
+                devices.push(Device { id, kind: kind.to_owned() });
             }
         }
-        Ok(devices)
     }
+    Ok(devices)
 }
 
 fn pci_bus(bus: &Value, place: &str, depth: usize, found: &mut BTreeMap<String, (u16, u16)>) {

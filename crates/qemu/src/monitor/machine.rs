@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Monitor, QOM_LIST, need_list, need_text, property_list};
+use super::{Answer, Monitor, QOM_GET, QOM_LIST, Question, need_list, need_text, property_list, property_of};
 use crate::qmp::QmpError;
 
 /// A memory backend object of the VM.
@@ -16,6 +16,14 @@ pub struct MemoryBackend {
     pub size: u64,
     /// Whether it is mapped shared. Postcopy cannot fill private memory of a file on disk.
     pub share: bool,
+}
+
+impl MemoryBackend {
+    /// Whether it maps a file of a name.
+    #[must_use]
+    pub fn maps_file(&self) -> bool {
+        self.kind == "memory-backend-file"
+    }
 }
 
 /// A memory backend that maps a file of a name (`memory-backend-file`).
@@ -98,10 +106,8 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn machine(&self) -> Result<String, QmpError> {
-        let kind = self.qom_get("/machine", "type")?.unwrap_or(Value::Null);
-        // The type of the machine object is the name of the machine class with this suffix, aliases resolved.
-        let name = kind.as_str().and_then(|kind| kind.strip_suffix("-machine"));
-        name.map(str::to_owned).ok_or_else(|| QmpError::unexpected("qom-get", "the machine's type", &kind))
+        let (command, arguments) = type_question();
+        type_answer(self.qmp().execute(command, arguments))
     }
 
     /// The name given with `-name`.
@@ -130,8 +136,13 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn file_backends(&self) -> Result<Vec<FileBackend>, QmpError> {
+        self.file_backends_among(&self.memory_backends()?)
+    }
+
+    /// Those of these memory backends that map files.
+    pub(super) fn file_backends_among(&self, backends: &[MemoryBackend]) -> Result<Vec<FileBackend>, QmpError> {
         let mut found = Vec::new();
-        for backend in self.memory_backends()?.into_iter().filter(|backend| backend.kind == "memory-backend-file") {
+        for backend in backends.iter().filter(|backend| backend.maps_file()) {
             let object = format!("/objects/{}", backend.id);
             // A version of QEMU may not have all of them.
             let properties = ["mem-path", "offset", "rom", "readonly"];
@@ -143,7 +154,7 @@ impl Monitor {
                 share: backend.share,
                 has_rom_off: rom.is_some_and(|rom| rom == "off"),
                 readonly: readonly.and_then(|readonly| readonly.as_bool()).unwrap_or_default(),
-                id: backend.id,
+                id: backend.id.clone(),
             });
         }
         Ok(found)
@@ -167,23 +178,43 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn memory_backends(&self) -> Result<Vec<MemoryBackend>, QmpError> {
-        const COMMAND: &str = "query-memdev";
-        let [kinds, answer] =
-            self.qmp().execute_all([(QOM_LIST, json!({ "path": "/objects" })), (COMMAND, Value::Null)])?;
-        let (kinds, answer) = (property_list(kinds)?, answer?);
-        let mut backends = Vec::new();
-        for entry in need_list(COMMAND, &answer)? {
-            let id = entry.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();
-            let kind = kinds.iter().find(|(name, _)| *name == id).and_then(|(_, kind)| {
-                kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')).map(str::to_owned)
-            });
-            backends.push(MemoryBackend {
-                kind: kind.unwrap_or_default(),
-                size: entry.get("size").and_then(Value::as_u64).unwrap_or_default(),
-                share: entry.get("share").and_then(Value::as_bool).unwrap_or_default(),
-                id,
-            });
-        }
-        Ok(backends)
+        let [kinds, backends] = self.qmp().execute_all(backends_questions())?;
+        backends_answers(kinds, backends)
     }
+}
+
+pub(super) fn type_question() -> Question {
+    (QOM_GET, json!({ "path": "/machine", "property": "type" }))
+}
+
+pub(super) fn type_answer(answer: Answer) -> Result<String, QmpError> {
+    let kind = property_of(answer)?.unwrap_or(Value::Null);
+    // The type of the machine object is the name of the machine class with this suffix, aliases resolved.
+    let name = kind.as_str().and_then(|kind| kind.strip_suffix("-machine"));
+    name.map(str::to_owned).ok_or_else(|| QmpError::unexpected(QOM_GET, "the machine's type", &kind))
+}
+
+const QUERY_MEMDEV: &str = "query-memdev";
+
+/// The objects of the VM, and its memory backends.
+pub(super) fn backends_questions() -> [Question; 2] {
+    [(QOM_LIST, json!({ "path": "/objects" })), (QUERY_MEMDEV, Value::Null)]
+}
+
+pub(super) fn backends_answers(kinds: Answer, backends: Answer) -> Result<Vec<MemoryBackend>, QmpError> {
+    let (kinds, answer) = (property_list(kinds)?, backends?);
+    let mut backends = Vec::new();
+    for entry in need_list(QUERY_MEMDEV, &answer)? {
+        let id = entry.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let kind = kinds.iter().find(|(name, _)| *name == id).and_then(|(_, kind)| {
+            kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')).map(str::to_owned)
+        });
+        backends.push(MemoryBackend {
+            kind: kind.unwrap_or_default(),
+            size: entry.get("size").and_then(Value::as_u64).unwrap_or_default(),
+            share: entry.get("share").and_then(Value::as_bool).unwrap_or_default(),
+            id,
+        });
+    }
+    Ok(backends)
 }

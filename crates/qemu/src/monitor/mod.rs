@@ -15,6 +15,7 @@ mod migration;
 mod ram_blocks;
 mod settings;
 mod state;
+mod waiting;
 
 pub use descriptors::DescriptorSet;
 pub use devices::Device;
@@ -25,6 +26,7 @@ pub use migration::{MigrationInfo, MigrationStatus, RamProgress};
 pub use ram_blocks::{RamBlockInfo, parse_ram_blocks};
 pub use settings::{SettingChange, Settings};
 pub use state::{RunState, VmStatus};
+pub(crate) use waiting::WaitingQemu;
 
 use serde_json::{Value, json};
 
@@ -32,6 +34,13 @@ use crate::qmp::{Qmp, QmpError, Version};
 
 const QOM_GET: &str = "qom-get";
 const QOM_LIST: &str = "qom-list";
+const HMP: &str = "human-monitor-command";
+
+/// A command that changes nothing, with its arguments.
+type Question = (&'static str, Value);
+
+/// What QEMU says to one of several commands.
+type Answer = Result<Value, QmpError>;
 
 /// A QEMU process, seen through its monitor. All methods take `&self` and may be called from several threads.
 #[derive(Debug)]
@@ -74,12 +83,8 @@ impl Monitor {
     /// # Errors
     /// The command's or the connection's.
     pub fn hmp(&self, line: &str) -> Result<String, QmpError> {
-        const COMMAND: &str = "human-monitor-command";
-        let answer = self.qmp.execute(COMMAND, json!({ "command-line": line }))?;
-        match answer {
-            Value::String(text) => Ok(text),
-            other => Err(QmpError::unexpected(COMMAND, "text", &other)),
-        }
+        let (command, arguments) = hmp_question(line);
+        hmp_answer(self.qmp.execute(command, arguments)?)
     }
 
     /// Creates an object (`-object` on the command line). `properties` are merged with type and id.
@@ -149,6 +154,18 @@ impl Monitor {
     /// QEMU's or the connection's.
     pub fn qom_list(&self, path: &str) -> Result<Vec<(String, String)>, QmpError> {
         property_list(self.qmp.execute(QOM_LIST, json!({ "path": path })))
+    }
+}
+
+/// The command that executes a human monitor command.
+fn hmp_question(line: &str) -> Question {
+    (HMP, json!({ "command-line": line }))
+}
+
+fn hmp_answer(answer: Value) -> Result<String, QmpError> {
+    match answer {
+        Value::String(text) => Ok(text),
+        other => Err(QmpError::unexpected(HMP, "text", &other)),
     }
 }
 

@@ -1,6 +1,6 @@
 //! RAM blocks as QEMU tells them: `info ramblock`, text for people that no QMP command replaces.
 
-use super::Monitor;
+use super::{Answer, Monitor, Question, hmp_answer, hmp_question};
 use crate::qmp::QmpError;
 
 /// More blocks than any machine has; the rest is not read.
@@ -63,8 +63,17 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn ram_blocks(&self) -> Result<Vec<RamBlockInfo>, QmpError> {
-        self.hmp("info ramblock").map(|table| parse_ram_blocks(&table))
+        let (command, arguments) = question();
+        answer(self.qmp().execute(command, arguments))
     }
+}
+
+pub(super) fn question() -> Question {
+    hmp_question("info ramblock")
+}
+
+pub(super) fn answer(answer: Answer) -> Result<Vec<RamBlockInfo>, QmpError> {
+    hmp_answer(answer?).map(|table| parse_ram_blocks(&table))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{Monitor, need_list, need_text};
+use super::{Answer, Monitor, Question, need_list, need_text};
 use crate::qmp::QmpError;
 
 /// Migration capabilities and parameters by QEMU's names.
@@ -94,7 +94,7 @@ impl Settings {
     }
 
     /// The part of `self` whose names are in `names` too.
-    fn of_the_names_in(&self, names: &Settings) -> Settings {
+    pub(crate) fn of_the_names_in(&self, names: &Settings) -> Settings {
         let mut part = self.clone();
         part.capabilities.retain(|name, _| names.capabilities.contains_key(name));
         part.parameters.retain(|name, _| names.parameters.contains_key(name));
@@ -120,23 +120,8 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn settings(&self) -> Result<Settings, QmpError> {
-        const CAPABILITIES: &str = "query-migrate-capabilities";
-        const PARAMETERS: &str = "query-migrate-parameters";
-        let mut settings = Settings::new();
-        let [capabilities, parameters] =
-            self.qmp().execute_all([(CAPABILITIES, Value::Null), (PARAMETERS, Value::Null)])?;
-        let answer = capabilities?;
-        for entry in need_list(CAPABILITIES, &answer)? {
-            let name = need_text(CAPABILITIES, entry, "capability")?;
-            let on = entry.get("state").and_then(Value::as_bool);
-            let on = on.ok_or_else(|| QmpError::unexpected(CAPABILITIES, "a 'state'", entry))?;
-            settings.capabilities.insert(name.to_owned(), on);
-        }
-        settings.parameters = match parameters? {
-            Value::Object(map) => map,
-            other => return Err(QmpError::unexpected(PARAMETERS, "an object", &other)),
-        };
-        Ok(settings)
+        let [capabilities, parameters] = self.qmp().execute_all(questions())?;
+        answers(capabilities, parameters)
     }
 
     /// Compares a wish with what is: what has to be set, and what to put back afterwards. Changes nothing.
@@ -188,6 +173,29 @@ impl Monitor {
         let on = self.switch(&undo, true);
         off.and(parameters).and(on)
     }
+}
+
+const CAPABILITIES: &str = "query-migrate-capabilities";
+const PARAMETERS: &str = "query-migrate-parameters";
+
+pub(super) fn questions() -> [Question; 2] {
+    [(CAPABILITIES, Value::Null), (PARAMETERS, Value::Null)]
+}
+
+pub(super) fn answers(capabilities: Answer, parameters: Answer) -> Result<Settings, QmpError> {
+    let mut settings = Settings::new();
+    let answer = capabilities?;
+    for entry in need_list(CAPABILITIES, &answer)? {
+        let name = need_text(CAPABILITIES, entry, "capability")?;
+        let on = entry.get("state").and_then(Value::as_bool);
+        let on = on.ok_or_else(|| QmpError::unexpected(CAPABILITIES, "a 'state'", entry))?;
+        settings.capabilities.insert(name.to_owned(), on);
+    }
+    settings.parameters = match parameters? {
+        Value::Object(map) => map,
+        other => return Err(QmpError::unexpected(PARAMETERS, "an object", &other)),
+    };
+    Ok(settings)
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::migration::{MigrationInfo, QUERY_MIGRATE};
-use super::{Monitor, named_states, need_text};
+use super::{Answer, Monitor, Question, named_states, need_text};
 use crate::qmp::QmpError;
 
 const QUERY_STATUS: &str = "query-status";
@@ -80,9 +80,8 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn status_and_migration(&self) -> Result<(VmStatus, MigrationInfo), QmpError> {
-        let [status, migration] =
-            self.qmp().execute_all([(QUERY_STATUS, Value::Null), (QUERY_MIGRATE, Value::Null)])?;
-        Ok((VmStatus::of(status?)?, MigrationInfo::of(migration?)))
+        let [status, migration] = self.qmp().execute_all(questions())?;
+        answers(status, migration)
     }
 
     /// Stops the virtual CPUs and drains the disks.
@@ -100,4 +99,13 @@ impl Monitor {
     pub fn cont(&self) -> Result<(), QmpError> {
         self.order("cont", Value::Null)
     }
+}
+
+/// How the VM is, and its migration.
+pub(super) fn questions() -> [Question; 2] {
+    [(QUERY_STATUS, Value::Null), (QUERY_MIGRATE, Value::Null)]
+}
+
+pub(super) fn answers(status: Answer, migration: Answer) -> Result<(VmStatus, MigrationInfo), QmpError> {
+    Ok((VmStatus::of(status?)?, MigrationInfo::of(migration?)))
 }

@@ -298,7 +298,7 @@ impl Qmp {
     }
 
     /// Executes commands that are sent as one: QEMU has the next one when it is done with the one before, so that no
-    /// time passes between them but QEMU's own. All are executed, also where one before is refused. At most four: QEMU
+    /// time passes between them but QEMU's own. All are executed, also where one before is refused. At most five: QEMU
     /// stops reading its monitor, also for commands out of band, while eight wait in it.
     ///
     /// # Errors
@@ -308,7 +308,7 @@ impl Qmp {
         &self,
         commands: [(&str, Value); N],
     ) -> Result<[Result<Value, QmpError>; N], QmpError> {
-        const { assert!(N <= 4, "QEMU's monitor has little room for commands that wait") };
+        const { assert!(N <= 5, "QEMU's monitor has little room for commands that wait") };
         let commands = commands.map(|(name, arguments)| Command::new(name, arguments));
         let limit = self.options.reply_timeout;
         let begun = Instant::now();
@@ -369,6 +369,11 @@ impl Qmp {
             Some(Ok(value)) => Ok(Some(value)),
             Some(Err((class, desc))) => Err(QmpError::Command { command: pending.command.clone(), class, desc }),
         }
+    }
+
+    /// Waits for the answer to a started command, as long as for any.
+    pub(crate) fn answer_to(&self, pending: Pending) -> Result<Value, QmpError> {
+        self.finish(pending, self.options.reply_timeout)
     }
 
     /// Gives up the answer to a started command; it is discarded when it comes.

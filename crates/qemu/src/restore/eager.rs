@@ -22,7 +22,7 @@ use crate::conflict::{Conflict, JobOption};
 use crate::job::JobError;
 use crate::job_record::JobRecord;
 use crate::load::Loader;
-use crate::monitor::Settings;
+use crate::monitor::{MemoryBackend, Settings, WaitingQemu};
 use crate::qmp::Version;
 use crate::save::{TransportChoice, file_channels};
 
@@ -31,13 +31,21 @@ enum MemorySource<'a> {
     /// QEMU reads the snapshot file.
     File,
     /// limosa sends a stream, without the pages of the blocks that the destination maps.
-    Stream { mapped: &'a [PresentBlock] },
+    Stream {
+        mapped: &'a [PresentBlock],
+        /// The result of [`fresh_blocks`].
+        fresh: Vec<String>,
+    },
 }
 
 /// `mapped` are the RAM blocks that the destination maps.
-pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<RestoreReport, JobError> {
+pub(super) fn run(
+    job: &RestoreJob<'_>,
+    qemu: &WaitingQemu,
+    mapped: &[PresentBlock],
+) -> Result<RestoreReport, JobError> {
     job.snapshot.lock_serving()?;
-    let by_file = mapped.is_empty() && by_file(job)?;
+    let by_file = mapped.is_empty() && by_file(job, qemu)?;
     if !mapped.is_empty() {
         // Who may not change the mode may not be able to write either, or knows what is written there.
         if let Err(error) = job.snapshot.make_read_only() {
@@ -51,11 +59,15 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<Resto
     }
     let read_ahead = if mapped.is_empty() || !job.options.read_ahead { None } else { read_ahead(job) };
     let wish = settings(by_file, job.options.channels);
-    let change = job.monitor.plan_settings(&wish)?;
+    let change = qemu.settings.change_to(&wish);
     let mut record = job.record(change.undo);
     record.create(job.monitor)?;
-    let source = if by_file { MemorySource::File } else { MemorySource::Stream { mapped } };
-    let (load, stats) = match fill(job, &change.set, &source, &mut record) {
+    let source = if by_file {
+        MemorySource::File
+    } else {
+        MemorySource::Stream { mapped, fresh: fresh_blocks(&qemu.memory_backends) }
+    };
+    let (load, stats) = match fill(job, &change.set, source, &mut record) {
         Ok(filled) => filled,
         Err(error) => {
             // What was not restored must not run here: it may be restored elsewhere next.
@@ -120,20 +132,20 @@ fn settings(by_file: bool, channels: Option<RestoreChannels>) -> Settings {
 fn fill<'a>(
     job: &RestoreJob<'a>,
     settings: &Settings,
-    source: &MemorySource<'_>,
+    source: MemorySource<'_>,
     record: &mut JobRecord,
 ) -> Result<(Loader<'a>, Option<PrecopyStats>), JobError> {
     job.monitor.apply_settings(settings)?;
     let load = Loader::new(job.monitor, job.watch)?;
     let stats = match source {
         MemorySource::File => read_by_qemu(job, &load, record).map(|()| None),
-        MemorySource::Stream { mapped } => send(job, &load, mapped).map(Some),
+        MemorySource::Stream { mapped, fresh } => send(job, &load, mapped, fresh).map(Some),
     };
     Ok((load, stats?))
 }
 
 /// Whether QEMU should read the file itself.
-fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
+fn by_file(job: &RestoreJob<'_>, qemu: &WaitingQemu) -> Result<bool, JobError> {
     let unable = if job.monitor.version() < Version::new(9, 0, 0) {
         Some("this QEMU cannot read mapped-ram files; 9.0 and newer can")
     } else if !job.monitor.qmp().passes_descriptors() {
@@ -145,8 +157,9 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
     let compressed = job.options.channels.is_some_and(|channels| channels.compression != Compression::None);
     let looks = job.options.channels.is_some_and(|channels| channels.detect_zero);
     let named = job.options.channels.is_some_and(|channels| channels.zero_copy != ZeroCopy::Auto);
-    // QEMU takes the pages that a file does not store for zero as they are, and never clears them.
-    let stale = file_backends(job)?.into_iter().next();
+    // QEMU takes the pages that a file does not store for zero as they are, and never clears them. Only memory backends
+    // that map a file of a name can have contents before a VM is loaded.
+    let stale = qemu.file_backends.first().map(|backend| &backend.id);
     match (job.options.transport, unable) {
         (TransportChoice::File, _) if limited => Err(JobError::conflict(
             "QEMU reads a file as fast as it can",
@@ -164,7 +177,7 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
             "QEMU reads a file in its own way",
             Conflict::Options(JobOption::FileTransport, JobOption::ZeroCopy),
         )),
-        (TransportChoice::File, _) if let Some(id) = &stale => Err(JobError::conflict(
+        (TransportChoice::File, _) if let Some(id) = stale => Err(JobError::conflict(
             format!("memory backend {id} maps a file, whose old contents QEMU would leave in place of zero pages"),
             Conflict::Unsupported(JobOption::FileTransport),
         )),
@@ -189,23 +202,16 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
     }
 }
 
-/// Memory backends that map a file of a name, by id. Only these can have contents before a VM is loaded.
-fn file_backends(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
-    let backends = job.monitor.memory_backends()?.into_iter();
-    Ok(backends.filter(|backend| backend.kind == "memory-backend-file").map(|backend| backend.id).collect())
-}
-
 /// The RAM blocks that are zero before the VM is loaded: memory that QEMU has just made. Firmware, option ROMs and
 /// video memory have blocks of their own, which are not among them.
-fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
-    let backends = job.monitor.memory_backends()?;
-    let fresh = backends.iter().filter(|backend| backend.kind != "memory-backend-file");
+fn fresh_blocks(backends: &[MemoryBackend]) -> Vec<String> {
+    let fresh = backends.iter().filter(|backend| !backend.maps_file());
     let mut names: Vec<_> = fresh.map(|backend| backend.id.clone()).collect();
     if backends.is_empty() {
         // Without backends of its own, a PC has one block of RAM, of this name.
         names.push("pc.ram".to_owned());
     }
-    Ok(names)
+    names
 }
 
 /// QEMU reads the file through a descriptor.
@@ -230,11 +236,15 @@ fn read_by_qemu(job: &RestoreJob<'_>, load: &Loader<'_>, record: &mut JobRecord)
 }
 
 /// limosa sends a precopy stream, with no page of the RAM blocks that the destination maps.
-fn send(job: &RestoreJob<'_>, load: &Loader<'_>, mapped: &[PresentBlock]) -> Result<PrecopyStats, JobError> {
-    // Asked before: while QEMU waits for the first bytes of a connection it answers nothing.
-    let fresh = fresh_blocks(job)?;
+fn send(
+    job: &RestoreJob<'_>,
+    load: &Loader<'_>,
+    mapped: &[PresentBlock],
+    fresh: Vec<String>,
+) -> Result<PrecopyStats, JobError> {
     let channels = job.options.channels;
-    // Multifd channels name the VM.
+    // Multifd channels name the VM. Asked before QEMU waits for the first bytes of a connection: then it answers
+    // nothing.
     let uuid = channels.map(|_| job.monitor.uuid()).transpose()?.flatten().map(Uuid::into_bytes);
     let multifd = channels.map(|RestoreChannels { compression, detect_zero, zero_copy, .. }| MultifdSourceOptions {
         compression,

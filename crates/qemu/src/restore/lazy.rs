@@ -8,11 +8,12 @@ use limosa_page::error_with_causes;
 
 use super::incoming::Rendezvous;
 use super::job::{RestoreJob, RestoreReport};
+use super::preflight::NotLazy;
 use super::serve::{Beginning, KeptChannels, Unserved, complete, note_failure, report, serve, with_preempt_channel};
 use super::unfinished::UnfinishedRestore;
 use crate::job::{JobContext, JobError};
 use crate::job_record::JobRecord;
-use crate::monitor::Settings;
+use crate::monitor::{Monitor, Settings, WaitingQemu};
 use crate::qmp::Version;
 use crate::watchdog::{Watchdog, WatchdogError};
 
@@ -28,7 +29,15 @@ pub(super) fn settings(preempt: bool) -> Settings {
     wish
 }
 
-pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
+/// What comes of trying to restore lazily.
+pub(super) enum Tried {
+    /// The VM is there.
+    Restored(Box<RestoreReport>),
+    /// QEMU refuses the settings that it needs, and is as it was.
+    Refused(NotLazy),
+}
+
+pub(super) fn run(job: &RestoreJob<'_>, qemu: &WaitingQemu) -> Result<Tried, JobError> {
     let monitor = job.monitor;
     job.snapshot.lock_serving()?;
     let preempt = job.options.preempt && monitor.version() >= PREEMPT_SINCE;
@@ -38,25 +47,40 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
             "QEMU {version} has no separate channel for requests that can be used; {since} has"
         ));
     }
-    let change = monitor.plan_settings(&settings(preempt))?;
+    let change = qemu.settings.change_to(&settings(preempt));
     let rendezvous = Rendezvous::lazy(monitor, job.options.listen.as_ref(), preempt)?;
     let record = job.record(change.undo);
-    record.create(monitor)?;
-    let watchdog = OptionalWatchdog::start(job, &record, preempt);
-    let restored = transfer(job, &change.set, rendezvous, preempt, record);
+    // It starts while QEMU takes the record.
+    let mut watchdog = OptionalWatchdog::start(job);
+    if let Err(error) = record.create(monitor) {
+        watchdog.dismiss();
+        return Err(error.into());
+    }
+    watchdog.remember(&UnfinishedRestore::new(job, &record, preempt));
+    let tried = match monitor.apply_settings(&change.set) {
+        Ok(()) => transfer(job, rendezvous, preempt, record).map(|report| Tried::Restored(Box::new(report))),
+        // QEMU looks whether it may use userfaultfd when the capability is set.
+        Err(refusal) if refusal.is_refusal() => undo(monitor, &record).map(|()| Tried::Refused(NotLazy::of(&refusal))),
+        Err(error) => Err(job.give_up(&record, error.into())),
+    };
     watchdog.dismiss();
-    restored
+    tried
+}
+
+/// Puts QEMU back as it was before it was given anything.
+fn undo(monitor: &Monitor, record: &JobRecord) -> Result<(), JobError> {
+    monitor.restore_settings(&record.undo)?;
+    Ok(JobRecord::remove(monitor)?)
 }
 
 /// Has QEMU listen, and brings it everything.
 fn transfer(
     job: &RestoreJob<'_>,
-    settings: &Settings,
     rendezvous: Rendezvous<'_>,
     preempt: bool,
     record: JobRecord,
 ) -> Result<RestoreReport, JobError> {
-    let channel = listen(job, settings, &rendezvous).map_err(|error| job.give_up(&record, error))?;
+    let channel = listen(job, &rendezvous).map_err(|error| job.give_up(&record, error))?;
     let ends = Arc::new(KeptChannels::new(&channel)?);
     let source = PostcopySource::new(job.snapshot, channel, job.watch.handle).options(job.postcopy_options());
     let served =
@@ -82,24 +106,23 @@ pub(super) struct OptionalWatchdog<'a> {
 }
 
 impl<'a> OptionalWatchdog<'a> {
-    /// Starts it and sends it all it has to know. Nothing waits until it has started: what it is sent waits for it.
-    pub(super) fn start(job: &RestoreJob<'a>, record: &JobRecord, preempt: bool) -> Self {
+    /// Starts it. Nothing waits until it has started: what it is sent waits for it.
+    pub(super) fn start(job: &RestoreJob<'a>) -> Self {
         let watch = job.watch;
-        let started = (job.start_watchdog)().and_then(|watchdog| {
-            let Some(mut watchdog) = watchdog else { return Ok(None) };
-            match watchdog.remember(&UnfinishedRestore::new(job, record, preempt)) {
-                Ok(()) => Ok(Some(watchdog)),
-                Err(error) => Err(WatchdogError::Spawn(error).into()),
-            }
-        });
-        let watchdog = started.unwrap_or_else(|error| {
-            (watch.notice)(&format!(
-                "{}; if this process is killed, the restore has to be recovered",
-                error_with_causes(&error)
-            ));
+        let watchdog = (job.start_watchdog)().unwrap_or_else(|error| {
+            tell_missing(watch, &error);
             None
         });
         Self { watchdog, watch }
+    }
+
+    /// Sends it all that it has to know to continue.
+    pub(super) fn remember(&mut self, unfinished: &UnfinishedRestore) {
+        let Some(watchdog) = &mut self.watchdog else { return };
+        if let Err(error) = watchdog.remember(unfinished) {
+            tell_missing(self.watch, &WatchdogError::Spawn(error).into());
+            self.watchdog = None;
+        }
     }
 
     /// Tells it that it is not needed: all is done, or a person is to decide.
@@ -110,10 +133,16 @@ impl<'a> OptionalWatchdog<'a> {
     }
 }
 
+/// Says that no process continues if this one is killed.
+fn tell_missing(watch: JobContext<'_>, error: &JobError) {
+    (watch.notice)(&format!(
+        "{}; if this process is killed, the restore has to be recovered",
+        error_with_causes(error)
+    ));
+}
+
 /// Makes QEMU listen for the stream, and connects.
-fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous<'_>) -> Result<Channel, JobError> {
-    job.monitor.apply_settings(settings)?;
-    job.choose_autostart()?;
-    job.monitor.migrate_incoming(&rendezvous.uri())?;
+fn listen(job: &RestoreJob<'_>, rendezvous: &Rendezvous<'_>) -> Result<Channel, JobError> {
+    job.take_lazily(&rendezvous.uri())?;
     Ok(rendezvous.connect()?)
 }

@@ -28,6 +28,7 @@ pub use recover::recover;
 
 use crate::job::JobError;
 use job::RestoreJob;
+use lazy::Tried;
 use preflight::PlannedMode;
 
 /// Restores a snapshot. A lazy restore starts the guest long before its memory is there.
@@ -39,13 +40,19 @@ pub fn restore(restore: RestoreRequest<'_>) -> Result<RestoreReport, JobError> {
     let RestoreRequest { monitor, snapshot, path, options, watch, observer, start_watchdog } = restore;
     let begun = Instant::now();
     let plan = preflight::check(monitor, snapshot, options, watch)?;
-    let preflight::Plan { runs, page_sizes, mode } = plan;
+    let preflight::Plan { runs, page_sizes, mode, qemu } = plan;
     let job = RestoreJob { monitor, snapshot, path, options, watch, observer, start_watchdog, begun, runs, page_sizes };
     let then = if runs { "run" } else { "stay paused" };
     tracing::info!("restoring {mode}; the guest is to {then}");
     match mode {
-        PlannedMode::Eager => eager::run(&job, &[]),
-        PlannedMode::Mapped(blocks) => eager::run(&job, &blocks),
-        PlannedMode::Lazy => lazy::run(&job),
+        PlannedMode::Eager => eager::run(&job, &qemu, &[]),
+        PlannedMode::Mapped(blocks) => eager::run(&job, &qemu, &blocks),
+        PlannedMode::Lazy => match lazy::run(&job, &qemu)? {
+            Tried::Restored(report) => Ok(*report),
+            Tried::Refused(reason) => {
+                reason.give_way(options.mode, watch)?;
+                eager::run(&job, &qemu, &[])
+            }
+        },
     }
 }

@@ -11,7 +11,8 @@ use super::options::{RestoreMode, RestoreOptions};
 use crate::conflict::{Conflict, JobOption, MissingPermission, StateConflict};
 use crate::job::{JobContext, JobError};
 use crate::mapping::{Mapped, recognize, refuse_shared_snapshot};
-use crate::monitor::{FileBackend, Monitor, RamBlockInfo, RunState, Settings};
+use crate::monitor::{Device, Monitor, RamBlockInfo, RunState, WaitingQemu};
+use crate::qmp::QmpError;
 use crate::save::DiskPolicy;
 
 /// How it is done: the decision for a [`RestoreMode`].
@@ -49,12 +50,8 @@ pub(super) struct Plan {
     pub(super) runs: bool,
     /// The result of [`page_sizes`].
     pub(super) page_sizes: BTreeMap<String, u64>,
-}
-
-/// The memory of the QEMU that takes the VM.
-struct Memory {
-    backends: Vec<FileBackend>,
-    blocks: Vec<RamBlockInfo>,
+    /// The QEMU that takes the VM, as it is.
+    pub(super) qemu: WaitingQemu,
 }
 
 /// Looks at both sides.
@@ -73,15 +70,15 @@ pub(super) fn check(
     {
         disks::check(monitor, manifest, &options.disk_servers, watch)?;
     }
-    waits_for_a_vm(monitor)?;
-    let memory = Memory { backends: monitor.file_backends()?, blocks: monitor.ram_blocks()? };
-    refuse_shared_snapshot(monitor, &memory.backends, snapshot)?;
-    same_machine(monitor, snapshot)?;
-    same_memory(snapshot, &memory.blocks)?;
+    let qemu = monitor.waiting_qemu()?;
+    waits_for_a_vm(&qemu)?;
+    refuse_shared_snapshot(monitor, &qemu.file_backends, snapshot)?;
+    same_machine(&qemu.machine, snapshot)?;
+    same_memory(snapshot, &qemu.ram_blocks)?;
     let runs = options.run.runs(snapshot);
-    let page_sizes = page_sizes(snapshot, &memory.blocks);
-    let mode = plan_mode(monitor, snapshot, options, watch, &memory)?;
-    Ok(Plan { mode, runs, page_sizes })
+    let page_sizes = page_sizes(snapshot, &qemu.ram_blocks);
+    let mode = plan_mode(monitor, snapshot, options, watch, &qemu)?;
+    Ok(Plan { mode, runs, page_sizes, qemu })
 }
 
 /// Decides how to restore; what the user ruled out is an error, what is merely not possible here a notice.
@@ -90,7 +87,7 @@ fn plan_mode(
     snapshot: &Snapshot,
     options: &RestoreOptions,
     watch: JobContext<'_>,
-    memory: &Memory,
+    qemu: &WaitingQemu,
 ) -> Result<PlannedMode, JobError> {
     let wanted = options.mode;
     if options.channels.is_some() {
@@ -111,8 +108,8 @@ fn plan_mode(
         };
     }
     if matches!(wanted, RestoreMode::Mapped | RestoreMode::Auto) {
-        match recognize(monitor, &memory.backends, &memory.blocks, snapshot) {
-            Mapped::Blocks(blocks) => return mapped(monitor, snapshot, blocks, watch),
+        match recognize(monitor, &qemu.file_backends, &qemu.ram_blocks, snapshot) {
+            Mapped::Blocks(blocks) => return Ok(mapped(&qemu.devices, snapshot, blocks, watch)),
             // It was started to map a snapshot: sending all of another one would hide the mistake.
             Mapped::Wrong(why) => {
                 return Err(JobError::conflict(
@@ -132,26 +129,15 @@ fn plan_mode(
     if wanted == RestoreMode::Eager {
         return Ok(PlannedMode::Eager);
     }
-    match why_not_lazy(monitor, snapshot, memory)? {
+    match why_not_lazy(snapshot, qemu) {
         None => Ok(PlannedMode::Lazy),
-        Some(NotLazy { why, conflict }) if wanted == RestoreMode::Lazy => {
-            Err(JobError::conflict(format!("cannot restore lazily: {why}"), conflict))
-        }
-        Some(NotLazy { why, .. }) => {
-            (watch.notice)(&format!("restoring eagerly: {why}"));
-            Ok(PlannedMode::Eager)
-        }
+        Some(reason) => reason.give_way(wanted, watch).map(|()| PlannedMode::Eager),
     }
 }
 
 /// Notices about a VM that maps its memory.
-fn mapped(
-    monitor: &Monitor,
-    snapshot: &Snapshot,
-    blocks: Vec<PresentBlock>,
-    watch: JobContext<'_>,
-) -> Result<PlannedMode, JobError> {
-    for device in monitor.devices()? {
+fn mapped(devices: &[Device], snapshot: &Snapshot, blocks: Vec<PresentBlock>, watch: JobContext<'_>) -> PlannedMode {
+    for device in devices {
         if device.is_assigned() {
             (watch.notice)(&format!(
                 "{} is an assigned host device: it pins all memory, so this VM has a copy of it instead of sharing it",
@@ -174,11 +160,11 @@ fn mapped(
             block.used_length >> 20
         ));
     }
-    Ok(PlannedMode::Mapped(blocks))
+    PlannedMode::Mapped(blocks)
 }
 
-fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
-    let (status, migration) = monitor.status_and_migration()?;
+fn waits_for_a_vm(qemu: &WaitingQemu) -> Result<(), JobError> {
+    let WaitingQemu { status, migration, .. } = qemu;
     let over = matches!(migration.status.as_str(), "none");
     if status.state == RunState::Inmigrate && over {
         return Ok(());
@@ -201,9 +187,9 @@ fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
     )))
 }
 
-fn same_machine(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> {
-    let (saved, here) = (&snapshot.setup().configuration.machine, monitor.machine()?);
-    if *saved == here {
+fn same_machine(here: &str, snapshot: &Snapshot) -> Result<(), JobError> {
+    let saved = &snapshot.setup().configuration.machine;
+    if saved == here {
         return Ok(());
     }
     Err(JobError::refused(format!(
@@ -244,7 +230,7 @@ pub(super) fn page_sizes(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> BTreeM
 }
 
 /// The reason that rules out a lazy restore.
-struct NotLazy {
+pub(super) struct NotLazy {
     why: String,
     conflict: Conflict,
 }
@@ -254,11 +240,32 @@ impl NotLazy {
     fn unsupported(why: String) -> Self {
         Self { why, conflict: Conflict::Unsupported(JobOption::LazyMode) }
     }
+
+    /// QEMU has refused the settings of a lazy restore.
+    pub(super) fn of(refusal: &QmpError) -> Self {
+        let why = refusal.desc().unwrap_or("QEMU refuses postcopy").to_owned();
+        // "Postcopy is not supported" is QEMU's word for a host whose userfaultfd it may not use.
+        if why.to_lowercase().contains("postcopy") {
+            Self { why, conflict: Conflict::Permission(MissingPermission::Userfaultfd) }
+        } else {
+            Self::unsupported(why)
+        }
+    }
+
+    /// An error for a user who wants nothing else, and otherwise a notice that the restore is eager.
+    pub(super) fn give_way(self, wanted: RestoreMode, watch: JobContext<'_>) -> Result<(), JobError> {
+        let Self { why, conflict } = self;
+        if wanted == RestoreMode::Lazy {
+            return Err(JobError::conflict(format!("cannot restore lazily: {why}"), conflict));
+        }
+        (watch.notice)(&format!("restoring eagerly: {why}"));
+        Ok(())
+    }
 }
 
-/// Returns the reason that rules out a lazy restore, if there is one.
-fn why_not_lazy(monitor: &Monitor, snapshot: &Snapshot, memory: &Memory) -> Result<Option<NotLazy>, JobError> {
-    let page_sizes = page_sizes(snapshot, &memory.blocks);
+/// Returns the reason that rules out a lazy restore, if there is one. QEMU may have another.
+fn why_not_lazy(snapshot: &Snapshot, qemu: &WaitingQemu) -> Option<NotLazy> {
+    let page_sizes = page_sizes(snapshot, &qemu.ram_blocks);
     for saved in &snapshot.setup().blocks {
         // Its last page would never be whole.
         if let Some(size) = page_sizes.get(&saved.name)
@@ -266,37 +273,15 @@ fn why_not_lazy(monitor: &Monitor, snapshot: &Snapshot, memory: &Memory) -> Resu
         {
             let (name, length) = (&saved.name, saved.used_length >> 10);
             let why = format!("RAM block {name} of {length} KiB is no multiple of its pages of {} KiB", size >> 10);
-            return Ok(Some(NotLazy::unsupported(why)));
+            return Some(NotLazy::unsupported(why));
         }
     }
-    if let Some(backend) = memory.backends.iter().find(|backend| !backend.share) {
-        return Ok(Some(NotLazy::unsupported(format!("memory backend {} maps a file privately", backend.id))));
+    if let Some(backend) = qemu.file_backends.iter().find(|backend| !backend.share) {
+        return Some(NotLazy::unsupported(format!("memory backend {} maps a file privately", backend.id)));
     }
-    if let Some(device) = monitor.devices()?.into_iter().find(crate::monitor::Device::is_assigned) {
+    if let Some(device) = qemu.devices.iter().find(|device| device.is_assigned()) {
         let why = format!("{} is an assigned host device, which needs all memory at once", device.kind);
-        return Ok(Some(NotLazy::unsupported(why)));
+        return Some(NotLazy::unsupported(why));
     }
-    // QEMU itself looks whether it may use userfaultfd when the capability is set; what excludes it is off first.
-    let change = monitor.plan_settings(
-        &Settings::new()
-            .capability("multifd", false)
-            .capability("mapped-ram", false)
-            .capability("x-ignore-shared", false)
-            .capability("postcopy-ram", true),
-    )?;
-    let tried = monitor.apply_settings(&change.set);
-    monitor.restore_settings(&change.undo)?;
-    match tried {
-        Ok(()) => Ok(None),
-        Err(refusal) if refusal.is_refusal() => {
-            let why = refusal.desc().unwrap_or("QEMU refuses postcopy").to_owned();
-            // "Postcopy is not supported" is QEMU's word for a host whose userfaultfd it may not use.
-            Ok(Some(if why.to_lowercase().contains("postcopy") {
-                NotLazy { why, conflict: Conflict::Permission(MissingPermission::Userfaultfd) }
-            } else {
-                NotLazy::unsupported(why)
-            }))
-        }
-        Err(other) => Err(other.into()),
-    }
+    None
 }

@@ -8,6 +8,7 @@ use limosa_snapshot::Snapshot;
 use super::incoming::Rendezvous;
 use super::job::{RestoreJob, RestoreReport, RestoreRequest};
 use super::lazy::OptionalWatchdog;
+use super::unfinished::UnfinishedRestore;
 use super::{preflight, serve};
 use crate::conflict::{Conflict, StateConflict};
 use crate::job::JobError;
@@ -46,7 +47,8 @@ pub fn recover(restore: RestoreRequest<'_>) -> Result<RestoreReport, JobError> {
         return Ok(serve::report(&job, None, begun.elapsed()));
     }
     let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
-    let watchdog = OptionalWatchdog::start(&job, &record, preempt);
+    let mut watchdog = OptionalWatchdog::start(&job);
+    watchdog.remember(&UnfinishedRestore::new(&job, &record, preempt));
     let rendezvous = Rendezvous::lazy(monitor, options.listen.as_ref(), preempt)?;
     let recovered = monitor
         .migrate_recover(&rendezvous.uri())
