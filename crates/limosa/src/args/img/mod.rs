@@ -60,6 +60,7 @@ pub(crate) struct ImgArgs {
 }
 
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(crate) enum ImgCommand {
     /// Create a new image
     Create(ImgCreateArgs),
