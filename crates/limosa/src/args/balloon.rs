@@ -115,6 +115,10 @@ pub(crate) enum BalloonCtlCommand {
         /// Wait until the guest has reached it, at most this long
         #[arg(long, value_name = "TIME", value_parser = parse::time)]
         wait: Option<Duration>,
+
+        /// Set it also if the guest uses more than that: it then ends processes of its own, or panics
+        #[arg(long)]
+        force: bool,
     },
     /// Show the size of the balloon and its counters
     Query,
@@ -130,7 +134,8 @@ pub(crate) enum BalloonCtlCommand {
         #[arg(long)]
         squeeze: bool,
 
-        /// Available memory to leave when squeezing; default: a sixteenth of the guest's memory, at least 64M
+        /// Available memory to leave when squeezing, at least 16M; default: a sixteenth of the guest's memory, at least
+        /// 64M
         #[arg(long, value_name = "SIZE", value_parser = parse::size, requires = "squeeze")]
         reserve: Option<u64>,
     },

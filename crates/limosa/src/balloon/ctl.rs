@@ -25,12 +25,19 @@ const SERVER: Server =
 const TICK: Duration = Duration::from_millis(10);
 /// How long a guest may take to report its memory.
 const ANSWER: Duration = Duration::from_secs(10);
+/// The same, where its report is of use and not what was asked for.
+const SHORT_ANSWER: Duration = Duration::from_secs(1);
 
 pub(super) fn run(args: &BalloonCtlArgs) -> anyhow::Result<ExitCode> {
     let qmp = Qmp::connect(&args.control, &Options::default()).map_err(explained)?;
     let ctl = Ctl { qmp, json: args.json };
     match &args.what {
-        BalloonCtlCommand::Target { size, wait } => ctl.target(*size, *wait)?,
+        BalloonCtlCommand::Target { size, wait, force } => {
+            if !force {
+                ctl.check_used(*size)?;
+            }
+            ctl.target(*size, *wait)?;
+        }
         BalloonCtlCommand::Query => ctl.query()?,
         BalloonCtlCommand::Stats { watch } => ctl.stats(*watch)?,
         BalloonCtlCommand::Hint { squeeze, reserve } => ctl.hint(*squeeze, *reserve)?,
@@ -48,6 +55,32 @@ struct Ctl {
 impl Ctl {
     fn ask(&self, command: &str, arguments: Value) -> anyhow::Result<Value> {
         self.qmp.execute(command, arguments).map_err(explained)
+    }
+
+    /// Refuses a target below what the guest says that it uses. One that says nothing is not asked for long.
+    fn check_used(&self, size: u64) -> anyhow::Result<()> {
+        let Progress { driver, actual, .. } = self.progress(size)?;
+        if !driver || size >= actual {
+            return Ok(());
+        }
+        let broken = Break::watch()?;
+        let report = match self.fresh_statistics(&broken, SHORT_ANSWER) {
+            Err(error) if broken.came() => return Err(error),
+            Err(_) => return Ok(()),
+            Ok(report) => report,
+        };
+        let available = report.get("stats").and_then(|stats| stats.get("available-memory")).and_then(Value::as_u64);
+        let Some(used) = available.map(|available| actual.saturating_sub(available)) else { return Ok(()) };
+        if size < used {
+            bail!(
+                "the guest uses {} of its {}: with {} it would end processes of its own, or panic; --force sets that \
+                 target all the same",
+                quantity::bytes(used),
+                quantity::bytes(actual),
+                quantity::bytes(size)
+            );
+        }
+        Ok(())
     }
 
     fn target(&self, size: u64, wait: Option<Duration>) -> anyhow::Result<()> {
@@ -164,7 +197,7 @@ impl Ctl {
     fn stats(&self, watch: Option<Duration>) -> anyhow::Result<()> {
         let broken = Break::watch()?;
         loop {
-            let report = match self.fresh_statistics(&broken) {
+            let report = match self.fresh_statistics(&broken, ANSWER) {
                 // Who watches ends it by a signal: that is no failure.
                 Err(_) if watch.is_some() && broken.came() => return Ok(()),
                 report => report?,
@@ -189,8 +222,8 @@ impl Ctl {
         }
     }
 
-    /// Asks the guest for new statistics.
-    fn fresh_statistics(&self, broken: &Break) -> anyhow::Result<Value> {
+    /// Asks the guest for new statistics, and waits for them for so long.
+    fn fresh_statistics(&self, broken: &Break, patience: Duration) -> anyhow::Result<Value> {
         let before = self.ask("query-balloon-stats", json!({ "refresh": true }))?;
         let asked = Instant::now();
         loop {
@@ -198,10 +231,10 @@ impl Ctl {
             if number(&report, "sequence") > number(&before, "sequence") {
                 return Ok(report);
             }
-            if asked.elapsed() >= ANSWER {
+            if asked.elapsed() >= patience {
                 bail!(
                     "the guest has not answered for {} s: is it paused, or short of processor time?",
-                    ANSWER.as_secs()
+                    patience.as_secs()
                 );
             }
             broken.pause(TICK)?;

@@ -26,6 +26,8 @@ const LONGEST: Duration = Duration::from_secs(60);
 const FOR_A_GIB: Duration = Duration::from_secs(2);
 /// Least memory that a guest keeps available.
 const LEAST_RESERVE: u64 = 64 << 20;
+/// What a guest keeps at least, whatever is asked for: with less Linux ends processes, or panics.
+const SMALLEST_RESERVE: u64 = 16 << 20;
 
 /// The request.
 #[derive(Debug, Clone, Copy)]
@@ -237,14 +239,15 @@ impl Job {
             return self.fail(balloon, "the guest does not report how much memory it has available");
         };
         let size = balloon.size();
-        let reserve = self.wanted.reserve.unwrap_or_else(|| LEAST_RESERVE.max(size.ram / 16));
+        let wanted = self.wanted.reserve.unwrap_or_else(|| LEAST_RESERVE.max(size.ram / 16));
+        let reserve = wanted.max(SMALLEST_RESERVE);
         let target = size.actual.saturating_sub(available.saturating_sub(reserve));
         self.squeezed = Some((size.actual, size.actual));
         (self.before, self.puts_back) = (balloon.target(), true);
         self.begin(Phase::Inflating, now);
         // What a guest says of itself is not believed further than its own memory goes; and it is not given what was
         // ordered away from it.
-        if let Err(error) = balloon.set_target(target.max(reserve).max(1 << 20).min(size.actual).min(size.target)) {
+        if let Err(error) = balloon.set_target(target.max(reserve).min(size.actual).min(size.target)) {
             self.fail(balloon, &error.to_string());
         }
     }
@@ -482,5 +485,10 @@ mod tests {
             jobs.lock().as_mut().unwrap().inflate(&balloon, Instant::now(), Some(available));
             assert!((LEAST_RESERVE..=RAM).contains(&balloon.size().target), "{available}: {:?}", balloon.size());
         }
+        // A reserve of nothing would leave it nothing.
+        let (jobs, balloon) = (Jobs::default(), silent());
+        jobs.begin(&balloon, Wanted { squeeze: true, reserve: Some(0) }).unwrap();
+        jobs.lock().as_mut().unwrap().inflate(&balloon, Instant::now(), Some(u64::MAX));
+        assert_eq!(balloon.size().target, SMALLEST_RESERVE);
     }
 }

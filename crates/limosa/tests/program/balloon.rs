@@ -487,6 +487,17 @@ fn what_cannot_be_done_is_said_in_one_line() {
 }
 
 #[test]
+fn a_target_below_what_the_guest_uses_is_refused_unless_it_is_forced() {
+    let balloon = Balloon::start(&[]);
+    let _guest = Guest::boot(&balloon, Features::ALL);
+    balloon.ctl(&["target", "1M"]).one_line(&["the guest uses 16 MiB of its 512 MiB", "with 1 MiB", "--force"]);
+    assert_eq!(balloon.json(&["query"])["target"], RAM);
+    balloon.json(&["target", "32M", "--wait", "60s"]);
+    balloon.ctl(&["target", "8M", "--force"]).success();
+    assert_eq!(balloon.json(&["query"])["target"], 8 * MIB);
+}
+
+#[test]
 fn a_guest_that_goes_amid_a_list_ends_it() {
     let balloon = Balloon::start(&[]);
     let guest = Guest::boot(&balloon, Features::ALL);
