@@ -10,9 +10,11 @@ use crate::ends::{Endings, Ends, Pair, Vms, after, assert_same, blocks};
 use crate::model::live::{TestVm, random};
 use crate::model::network::{CutAt, Network, SaySeed, Way, seeds};
 use crate::model::vm::Vm;
+use limosa_memory::BlockOptions;
 use limosa_memory::dirty::SoftwareDirtyBitmap;
 use limosa_migrate::live::{LiveDestinationOptions, PostcopyMode, TimeoutStrategy};
 use limosa_migrate::{Handle, LiveDestination, LiveSource, MigrationParams};
+use limosa_testkit::HugePages;
 
 /// A guest that writes its memory whenever the network makes a step.
 struct Guest {
@@ -41,6 +43,8 @@ struct Case {
     drawn: u64,
     /// After this number of rounds, or at once.
     postcopy: Option<Option<u32>>,
+    /// The memory of both ends.
+    blocks: fn() -> Vec<BlockOptions>,
     /// The course of every attempt.
     trace: Vec<String>,
     endings: Endings,
@@ -52,6 +56,7 @@ impl Case {
             seed,
             drawn: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
             postcopy,
+            blocks,
             trace: Vec::new(),
             endings: Endings::default(),
         }
@@ -65,7 +70,7 @@ impl Case {
     /// Moves a VM until an attempt succeeds.
     fn run(&mut self) {
         let _say = SaySeed(self.seed);
-        let vm = Arc::new(TestVm::of(blocks()));
+        let vm = Arc::new(TestVm::of((self.blocks)()));
         let seed = self.drawn;
         vm.fill(0, |page| !random(page ^ seed).is_multiple_of(4));
         vm.fill(1, |_| true);
@@ -103,7 +108,7 @@ impl Case {
         let (writes, postcopy) = (Arc::clone(guest), self.postcopy);
         let (near, far, network) = Network::new(self.next(u64::MAX), cut, move |_| writes.step());
         let (whole, broken, vm) = match ends {
-            Ends::Whole(logs) => (Some(logs), None, vms.fresh.get_or_init(|| Vm::of(blocks()))),
+            Ends::Whole(logs) => (Some(logs), None, vms.fresh.get_or_init(|| Vm::of((self.blocks)()))),
             Ends::Broken(recoverable, paused, vm) => (None, Some((recoverable, paused)), vm),
         };
         let (recoverable, paused) = broken.unzip();
@@ -179,6 +184,28 @@ fn a_postcopy_that_is_cut_at_any_byte_leaves_the_vm_on_one_side_and_whole() {
         recovered += case.endings.recovered;
     }
     assert!(recovered > 10 || seeds.count() < 50, "{recovered} postcopies were recovered");
+}
+
+/// Bytes of a huge page.
+const HUGE: u64 = 2 << 20;
+
+fn huge_blocks() -> Vec<BlockOptions> {
+    vec![BlockOptions::memfd("huge", 2 * HUGE).huge_pages(HUGE), BlockOptions::anonymous("small", 16 * 4096)]
+}
+
+#[test]
+fn a_postcopy_from_huge_pages_into_huge_pages_that_is_cut_at_any_byte_leaves_the_vm_on_one_side_and_whole() {
+    // The source's, and one destination for each attempt.
+    let _pages = HugePages::reserve((1 + 16) * 2 * HUGE).unwrap();
+    let mut recovered = 0;
+    let seeds = seeds(3001, 40);
+    for seed in seeds.clone() {
+        let rounds = u32::try_from(seed % 4).ok().filter(|rounds| *rounds < 2);
+        let mut case = Case { blocks: huge_blocks, ..Case::new(seed, Some(rounds)) };
+        case.run();
+        recovered += case.endings.recovered;
+    }
+    assert!(recovered > 4 || seeds.count() < 20, "{recovered} postcopies were recovered");
 }
 
 #[test]
