@@ -14,6 +14,8 @@ use crate::measure::{Measured, Stopwatch, millis};
 
 /// Requests a second.
 pub(super) const IOPS: &str = "iops";
+/// All operations that the files were asked for.
+pub(super) const OPERATIONS: &str = "operations";
 
 /// A load and its image.
 #[derive(Debug, Clone)]
@@ -126,16 +128,21 @@ pub(super) fn device(base: &Base, load: &Load) -> Result<Measured> {
 
 /// With what the files were asked meanwhile.
 fn counted(measured: Measured, before: &FileCounters, after: &FileCounters) -> Measured {
-    measured
-        .with("reads", after.reads.operations - before.reads.operations)
+    let operations = [
+        ("reads", after.reads.operations - before.reads.operations),
+        ("writes", after.writes.operations - before.writes.operations),
+        ("zeroes", after.zeroes.operations - before.zeroes.operations),
+        ("allocations", after.allocations.operations - before.allocations.operations),
+        ("clones", after.clones.operations - before.clones.operations),
+        ("flushes", after.flushes - before.flushes),
+    ];
+    let all = operations.iter().map(|(_, count)| count).sum();
+    let measured = measured
+        .with(OPERATIONS, all)
         .with("read_bytes", after.reads.bytes - before.reads.bytes)
-        .with("writes", after.writes.operations - before.writes.operations)
         .with("written_bytes", after.writes.bytes - before.writes.bytes)
-        .with("zeroes", after.zeroes.operations - before.zeroes.operations)
-        .with("allocations", after.allocations.operations - before.allocations.operations)
-        .with("clones", after.clones.operations - before.clones.operations)
-        .with("cloned_bytes", after.clones.bytes - before.clones.bytes)
-        .with("flushes", after.flushes - before.flushes)
+        .with("cloned_bytes", after.clones.bytes - before.clones.bytes);
+    operations.into_iter().fold(measured, |measured, (name, count)| measured.with(name, count))
 }
 
 /// With requests a second.
