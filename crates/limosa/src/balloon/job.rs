@@ -26,7 +26,7 @@ const LONGEST: Duration = Duration::from_secs(60);
 const FOR_A_GIB: Duration = Duration::from_secs(2);
 /// Least memory that a guest keeps available.
 const LEAST_RESERVE: u64 = 64 << 20;
-/// What a guest keeps at least, whatever is asked for: with less Linux ends processes, or panics.
+/// Memory that a guest keeps at least. With less Linux ends processes, or panics.
 const SMALLEST_RESERVE: u64 = 16 << 20;
 
 /// The request.

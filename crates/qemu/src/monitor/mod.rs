@@ -39,7 +39,7 @@ const HMP: &str = "human-monitor-command";
 /// A command that changes nothing, with its arguments.
 type Question = (&'static str, Value);
 
-/// What QEMU says to one of several commands.
+/// QEMU's answer to one of several commands.
 type Answer = Result<Value, QmpError>;
 
 /// A QEMU process, seen through its monitor. All methods take `&self` and may be called from several threads.

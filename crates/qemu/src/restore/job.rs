@@ -130,8 +130,8 @@ pub(super) struct RestoreJob<'a> {
 }
 
 impl RestoreJob<'_> {
-    /// Has QEMU take a lazily restored VM from `uri`, and start, or not start, the guest by itself as soon as it has the
-    /// devices. In a QEMU that waits for an incoming VM, `cont` and `stop` set just that.
+    /// Has QEMU take a lazily restored VM from `uri`, and start, or not start, the guest by itself as soon as it has
+    /// the devices. In a QEMU that waits for an incoming VM, `cont` and `stop` set just that.
     pub(super) fn take_lazily(&self, uri: &str) -> Result<(), JobError> {
         let autostart = if self.runs { "cont" } else { "stop" };
         let qmp = self.monitor.qmp();

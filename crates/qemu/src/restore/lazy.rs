@@ -29,7 +29,7 @@ pub(super) fn settings(preempt: bool) -> Settings {
     wish
 }
 
-/// What comes of trying to restore lazily.
+/// The outcome of trying to restore lazily.
 pub(super) enum Tried {
     /// The VM is there.
     Restored(Box<RestoreReport>),
