@@ -26,7 +26,7 @@ use crate::error::{ChannelError, Operation};
 use crate::options::Options;
 use crate::passed_descriptors::PASSED_MAX;
 use crate::rate::RateLimit;
-use crate::tls::{ByKernel, Session, Tls, TlsFailure};
+use crate::tls::{Session, Tls, TlsFailure};
 use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
 use crate::zero_copy::{Parts, Refusal, ZeroCopy, ZeroCopySender};
@@ -294,19 +294,6 @@ impl Channel {
     /// sent without a copy, and no descriptors can be passed.
     pub fn is_encrypted(&self) -> bool {
         matches!(self.transport, Transport::Tls(_))
-    }
-
-    /// Whether the kernel encrypts what is written ([`Shutdown::Write`]), decrypts what is read ([`Shutdown::Read`]),
-    /// or both ([`crate::KernelTls`]). Known once the handshake is complete. Bytes that came with the end of the
-    /// handshake are decrypted by this process, and the kernel decrypts those behind them.
-    pub fn is_encrypted_by_kernel(&self, how: Shutdown) -> bool {
-        let Transport::Tls(session) = &self.transport else { return false };
-        let (encrypts, decrypts) = session.by_kernel().map_or((false, false), ByKernel::directions);
-        match how {
-            Shutdown::Read => decrypts,
-            Shutdown::Write => encrypts,
-            Shutdown::Both => encrypts && decrypts,
-        }
     }
 
     /// Whether descriptors can be passed: true for a unix socket that is not encrypted.
@@ -633,13 +620,7 @@ impl Channel {
 
     /// Returns the counters of this channel and its clones.
     pub fn counters(&self) -> Counters {
-        let mut counters = Counters::of(&self.state.output.counters, &self.state.input.counters);
-        if let Transport::Tls(session) = &self.transport
-            && let Some(by_kernel) = session.by_kernel()
-        {
-            (counters.encrypted_by_kernel, counters.decrypted_by_kernel) = by_kernel.bytes();
-        }
-        counters
+        Counters::of(&self.state.output.counters, &self.state.input.counters)
     }
 
     /// Returns the descriptor that is written, as [`as_fd`](AsFd::as_fd) returns the one that is read.

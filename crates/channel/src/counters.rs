@@ -43,10 +43,6 @@ pub struct Counters {
     /// Calls with `MSG_ZEROCOPY` that failed, because the kernel had no room to track another one (`ENOBUFS`) or cannot
     /// pin such memory (`EFAULT`).
     pub zero_copy_refused: u64,
-    /// Bytes written that the kernel encrypted ([`crate::KernelTls`]).
-    pub encrypted_by_kernel: u64,
-    /// Bytes read that the kernel decrypted.
-    pub decrypted_by_kernel: u64,
 }
 
 /// One direction's counters. 128 bytes: processors fetch cache lines in pairs.
@@ -143,9 +139,6 @@ impl Counters {
             zero_copy_completed: out.zero_copy_completed.load(Relaxed),
             zero_copy_copied: out.zero_copy_copied.load(Relaxed),
             zero_copy_refused: out.zero_copy_refused.load(Relaxed),
-            // Set by the caller.
-            encrypted_by_kernel: 0,
-            decrypted_by_kernel: 0,
         }
     }
 }
@@ -168,8 +161,6 @@ impl std::iter::Sum for Counters {
             zero_copy_completed: sum.zero_copy_completed.wrapping_add(one.zero_copy_completed),
             zero_copy_copied: sum.zero_copy_copied.wrapping_add(one.zero_copy_copied),
             zero_copy_refused: sum.zero_copy_refused.wrapping_add(one.zero_copy_refused),
-            encrypted_by_kernel: sum.encrypted_by_kernel.wrapping_add(one.encrypted_by_kernel),
-            decrypted_by_kernel: sum.decrypted_by_kernel.wrapping_add(one.decrypted_by_kernel),
         })
     }
 }

@@ -209,7 +209,7 @@ impl Transfer<'_> {
             }
             // After a partial transfer, the bytes that did not go out are already paid for.
             paid += self.pay(batch.bytes().saturating_sub(paid), &mut idle)?;
-            self.drain(&mut idle, false)?;
+            self.drain(&mut idle)?;
             let moved = self.attempt(&mut idle, batch.bytes(), || call(&batch))?;
             if moved == 0 {
                 return Err(Stop::Failed(io::ErrorKind::WriteZero.into()));
@@ -219,12 +219,12 @@ impl Transfer<'_> {
             left = left.saturating_sub(moved as u64);
         }
         check_all_moved(left)?;
-        self.drain(&mut idle, true)
+        self.drain(&mut idle)
     }
 
-    /// Flushes bytes that the transport buffers; with `all`, until none is left.
-    fn drain(&self, idle: &mut IdleTimer, all: bool) -> Result<()> {
-        while self.transport.is_buffering(all) {
+    /// Flushes the bytes that the transport buffers.
+    fn drain(&self, idle: &mut IdleTimer) -> Result<()> {
+        while self.transport.is_buffering() {
             self.attempt(idle, 0, || self.transport.flush())?;
         }
         Ok(())
@@ -342,7 +342,7 @@ impl Transfer<'_> {
 
     /// Writes buffered bytes without waiting. Returns whether none is left.
     pub(crate) fn try_drain(&self) -> Result<bool> {
-        while self.transport.is_buffering(false) {
+        while self.transport.is_buffering() {
             if self.try_once(0, || self.transport.flush())?.is_none() {
                 return Ok(false);
             }

@@ -48,7 +48,6 @@ mod options;
 mod passed_descriptors;
 mod rate;
 mod system_call;
-mod tcp_info;
 mod tls;
 mod transport;
 mod uri;
@@ -67,7 +66,7 @@ pub use file::{Access, FileChannel};
 pub use listener::Listener;
 pub use options::Options;
 pub use rate::RateLimit;
-pub use tls::{KernelTls, KernelTlsFailure, Tls, TlsAlert, TlsFailure, UnknownKernelTls};
+pub use tls::{Tls, TlsAlert, TlsFailure};
 pub use uri::{Uri, UriError};
 pub use zero_copy::{ZeroCopy, ZeroCopyWriter};
 

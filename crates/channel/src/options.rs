@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::error::{ChannelError, Operation};
 use crate::rate::RateLimit;
-use crate::tls::{KernelTlsFailure, Tls, TlsFailure};
+use crate::tls::Tls;
 use crate::zero_copy::ZeroCopy;
 
 /// Options for creating channels; the default is no time-outs, the kernel's buffers, no rate limit, no zero-copy, no
@@ -41,16 +41,10 @@ impl Options {
     /// Checks for options that exclude each other, before a connection is made.
     ///
     /// # Errors
-    /// [`ChannelError::Unsupported`], and [`ChannelError::Tls`] if the kernel's TLS is demanded and missing.
+    /// [`ChannelError::Unsupported`].
     pub(crate) fn check(&self, operation: Operation, peer: &Arc<str>) -> Result<(), ChannelError> {
-        let Some(tls) = &self.tls else { return Ok(()) };
-        let peer = || Arc::clone(peer);
-        if matches!(self.zero_copy, ZeroCopy::Msg | ZeroCopy::Splice) {
-            return Err(ChannelError::Unsupported { operation, peer: peer(), why: COPIED_BY_TLS });
-        }
-        if tls.requires_missing_kernel_tls() {
-            let failure = Box::new(TlsFailure::Kernel(KernelTlsFailure::Missing));
-            return Err(ChannelError::Tls { operation, peer: peer(), offset: None, failure });
+        if self.tls.is_some() && matches!(self.zero_copy, ZeroCopy::Msg | ZeroCopy::Splice) {
+            return Err(ChannelError::Unsupported { operation, peer: Arc::clone(peer), why: COPIED_BY_TLS });
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The ways to move bytes through a descriptor, one system call a method.
 //!
-//! [`Transport`] is where other ways of moving bytes are added. TLS is a variant that encrypts a batch into records, or
-//! has the kernel do so. No module above sees which variant it is.
+//! [`Transport`] is where other ways of moving bytes are added. TLS is a variant that encrypts a batch into records. No
+//! module above sees which variant it is.
 #![allow(unsafe_code, reason = "passes descriptors, and sets an option that no library has")]
 
 use std::io;
@@ -96,10 +96,9 @@ impl Transport {
         if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Whether it buffers bytes that are not written yet. With `all` this includes bytes in the kernel that go out by
-    /// themselves before later ones.
-    pub(crate) fn is_buffering(&self, all: bool) -> bool {
-        matches!(self, Self::Tls(session) if session.is_buffering(all))
+    /// Whether it buffers bytes that are not written yet.
+    pub(crate) fn is_buffering(&self) -> bool {
+        matches!(self, Self::Tls(session) if session.is_buffering())
     }
 
     /// Writes some of the buffered bytes.
@@ -139,7 +138,7 @@ impl Transport {
                 unsafe { passed.receive(fd.as_raw_fd(), batch.entries(), flags) }
             }
             Self::Socket(fd, _) => system_call::receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
-            Self::Tls(session) => session.read(batch, whole),
+            Self::Tls(session) => session.read(batch),
             Self::Pair { input: Half::Socket(fd), .. } => system_call::receive(fd, batch, libc::MSG_DONTWAIT),
             Self::Pipe(fd) | Self::Pair { input: Half::Pipe(fd), .. } => system_call::read(fd, batch),
         }

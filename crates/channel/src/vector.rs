@@ -156,26 +156,6 @@ impl<D> Batch<'_, D> {
         self.cut.as_ref().map_or(self.list, slice::from_ref)
     }
 
-    /// Returns its beginning: whole entries of at most `most` bytes together, or the head of the first one.
-    pub(crate) fn head(&self, most: usize) -> Batch<'_, D> {
-        let most = most.max(1);
-        let (mut bytes, mut entries) = (0, 0);
-        for entry in self.entries() {
-            if entry.iov_len > most - bytes {
-                break;
-            }
-            bytes += entry.iov_len;
-            entries += 1;
-        }
-        match self.entries().get(entries) {
-            Some(first) if bytes == 0 => {
-                let cut = Some(iovec { iov_base: first.iov_base, iov_len: most });
-                Batch { list: &[], cut, bytes: most, direction: PhantomData }
-            }
-            _ => Batch { list: &self.entries()[..entries], cut: None, bytes, direction: PhantomData },
-        }
-    }
-
     /// Returns the sum of the entries: 1 to [`BYTES_MAX`].
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
@@ -212,12 +192,6 @@ mod tests {
                     prop_assert_eq!(entry.iov_base.cast::<u8>().cast_const(), expected);
                     expected = expected.wrapping_add(entry.iov_len);
                 }
-                let most = limits[(round + 1) % limits.len()];
-                let head = batch.head(most);
-                prop_assert!(head.bytes() >= 1 && head.bytes() <= most.min(batch.bytes()));
-                prop_assert_eq!(head.bytes(), head.entries().iter().map(|e| e.iov_len).sum::<usize>());
-                let begins = |batch: &Batch<'_, Out>| batch.entries().iter().find(|e| e.iov_len != 0).map(|e| e.iov_base);
-                prop_assert_eq!(begins(&head), begins(&batch));
                 let moved = (batch.bytes() * parts[round % parts.len()].min(99) / 99).max(1);
                 cursor.advance(moved);
                 prop_assert_eq!(cursor.left(), left - moved as u64);

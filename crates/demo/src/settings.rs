@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::guest::{GuestKind, LogKind};
 use clap::ValueEnum;
-use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
+use limosa_channel::{ChannelError, Tls, ZeroCopy};
 use limosa_migrate::MigrationParams;
 use limosa_migrate::live::{RecordWriteMode, SharedMemoryMode, TimeoutStrategy, ZeroCheck};
 use limosa_page::ZeroMethod;
@@ -108,9 +108,6 @@ pub struct Settings {
     pub tls_creds: Option<PathBuf>,
     /// Whom the destination's certificate names.
     pub tls_hostname: Option<String>,
-    /// Whether the kernel encrypts.
-    #[serde(with = "named")]
-    pub tls_kernel: KernelTls,
 }
 
 impl Default for Settings {
@@ -141,7 +138,6 @@ impl Default for Settings {
             answer_timeout_ms: 10_000,
             tls_creds: None,
             tls_hostname: None,
-            tls_kernel: KernelTls::Off,
         }
     }
 }
@@ -196,8 +192,6 @@ impl Settings {
             Some("--tls-creds over a unix socket needs --tls-hostname: a path names no host")
         } else if self.tls_hostname.is_some() && self.tls_creds.is_none() {
             Some("--tls-hostname needs --tls-creds")
-        } else if self.tls_kernel == KernelTls::On && self.transport == Transport::Unix {
-            Some("--tls-kernel on needs --transport tcp: the kernel encrypts only TCP")
         } else {
             None
         }
@@ -218,8 +212,7 @@ impl Settings {
     /// # Errors
     /// They are missing, or of no use.
     pub fn client_tls(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.with_kernel_tls(self.tls_kernel));
-        self.tls_creds.as_ref().map(read).transpose()
+        self.tls_creds.as_ref().map(|folder| Tls::client(folder, self.tls_hostname.as_deref())).transpose()
     }
 
     /// The credentials of the end that listens.
@@ -227,8 +220,7 @@ impl Settings {
     /// # Errors
     /// As [`client_tls`](Self::client_tls).
     pub fn server_tls(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::server(folder, true)?.with_kernel_tls(self.tls_kernel));
-        self.tls_creds.as_ref().map(read).transpose()
+        self.tls_creds.as_ref().map(|folder| Tls::server(folder, true)).transpose()
     }
 
     /// Returns the parameters of the engine.
@@ -286,7 +278,6 @@ mod tests {
             Settings { same_host: true, transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },
             Settings { transport: Transport::Unix, tls_creds: Some("x".into()), ..usual() },
             Settings { tls_hostname: Some("x".into()), ..usual() },
-            Settings { tls_kernel: KernelTls::On, transport: Transport::Unix, ..usual() },
             Settings { zero_copy: ZeroCopy::Splice, channels: 1, tls_creds: Some("x".into()), ..usual() },
         ] {
             assert!(wrong.contradiction().is_some(), "{wrong:?}");

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::anyhow;
 use limosa_balloon::StatisticsError;
-use limosa_channel::{ChannelError, KernelTlsFailure, Operation, TlsAlert, TlsFailure};
+use limosa_channel::{ChannelError, Operation, TlsAlert, TlsFailure};
 use limosa_clone::CloneError;
 use limosa_console::error_line;
 use limosa_image::ImageError;
@@ -118,11 +118,6 @@ fn of_tls(failure: &TlsFailure) -> &'static str {
         TlsFailure::HandshakeClosed
         | TlsFailure::Truncated { before_first_byte: true }
         | TlsFailure::Reset { before_first_byte: true } => "; the log of the other end says why",
-        TlsFailure::Kernel(KernelTlsFailure::Missing) => {
-            "; load the module (modprobe tls), or use --tls-kernel auto, which falls back to TLS in this process"
-        }
-        TlsFailure::Kernel(KernelTlsFailure::SplitKeyUpdate) => "; use --tls-kernel off",
-        TlsFailure::Kernel(_) => "; use --tls-kernel auto, which falls back to TLS in this process",
         _ => "",
     }
 }
@@ -575,8 +570,6 @@ mod tests {
             (TlsFailure::Refused(TlsAlert::Unverifiable), "certificates of the same CA"),
             (TlsFailure::NotTls, "tls-creds"),
             (TlsFailure::HandshakeClosed, "the log of the other end"),
-            (TlsFailure::Kernel(KernelTlsFailure::Missing), "modprobe tls"),
-            (TlsFailure::Kernel(KernelTlsFailure::NotTcp), "--tls-kernel auto"),
         ] {
             let error = MigrateError::Multifd { id: 1, source: Box::new(tls(failure).into()) };
             assert!(of(&error).contains(remedy), "{error}: {}", of(&error));

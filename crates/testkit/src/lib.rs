@@ -97,7 +97,7 @@ pub use program::{Ended, Program, wait_for, wait_gone};
 pub use proxy::{Direction, Proxy};
 pub use qmp::{Qmp, QmpFailure};
 pub use reflink::{ReflinkFolder, on_reflinks};
-pub use requirement::{guest_folder, note_skip, qemu_skipped, require_qemu, skipped, uml_folder, uml_skipped};
+pub use requirement::{note_skip, qemu_skipped, require_qemu, skipped, uml_folder, uml_skipped};
 pub use scratch::scratch;
 pub use serial::{Line, Serial};
 pub use series::{Series, series_skipped};

@@ -26,23 +26,6 @@ const MODULES: [&str; 10] = [
 /// The ports of virtio-serial.
 const AGENT_MODULES: [&str; 1] = ["virtio_console"];
 
-/// The kernel's TLS and the ciphers of TLS 1.3, likewise.
-const TLS_MODULES: [&str; 13] = [
-    "crypto_null",
-    "gf128mul",
-    "ghash-generic",
-    "ctr",
-    "aes_generic",
-    "gcm",
-    "libchacha",
-    "chacha_generic",
-    "chacha",
-    "libpoly1305",
-    "poly1305_generic",
-    "chacha20poly1305",
-    "tls",
-];
-
 /// Linux with busybox. On its serial port it prints `count N` about ten times a second, and runs each line it gets
 /// there as a shell line, whose output is followed by `done STATUS`. [`crate::Vm::shell`] and
 /// [`crate::Vm::wait_counts`] use that.
@@ -50,8 +33,6 @@ const TLS_MODULES: [&str; 13] = [
 pub struct LinuxGuest {
     /// Whether virtio devices get their drivers.
     pub modules: bool,
-    /// Whether the kernel gets TLS, if its module was unpacked.
-    pub tls: bool,
     /// Whether QEMU's guest agent runs, on the port `org.qemu.guest_agent.0` of a virtio-serial device. Its process id
     /// is in `/tmp/qemu-ga.pid`.
     pub agent: bool,
@@ -67,7 +48,7 @@ pub struct LinuxGuest {
 impl Default for LinuxGuest {
     fn default() -> Self {
         let (kernel_words, programs) = (String::new(), Vec::new());
-        Self { modules: true, tls: false, agent: false, vmgenid: false, kernel_words, programs }
+        Self { modules: true, agent: false, vmgenid: false, kernel_words, programs }
     }
 }
 
@@ -94,8 +75,7 @@ impl LinuxGuest {
         let parts = guest_folder()?;
         let virtio: &[&str] = if self.modules { &MODULES } else { &[] };
         let agent: &[&str] = if self.agent { &AGENT_MODULES } else { &[] };
-        let tls: &[&str] = if self.tls { &TLS_MODULES } else { &[] };
-        let modules = if self.vmgenid { Vec::new() } else { [virtio, agent, tls].concat() };
+        let modules = if self.vmgenid { Vec::new() } else { [virtio, agent].concat() };
         let mut programs = self.programs.clone();
         let mut beside = COUNTER.to_owned();
         if self.agent {

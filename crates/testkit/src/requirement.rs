@@ -59,7 +59,7 @@ pub fn require_qemu() -> Result<()> {
 ///
 /// # Errors
 /// It is not there; the message names the command that fills it.
-pub fn guest_folder() -> Result<PathBuf> {
+pub(crate) fn guest_folder() -> Result<PathBuf> {
     let folder = match std::env::var_os("LIMOSA_GUEST_DIR") {
         Some(folder) => PathBuf::from(folder),
         None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest/linux"),

@@ -30,7 +30,6 @@ use zeroize::Zeroizing;
 
 use super::allowed::AllowedClients;
 use super::failure::TlsFailure;
-use super::kernel::KernelTls;
 use crate::error::ChannelError;
 
 type Result<T> = std::result::Result<T, ChannelError>;
@@ -48,7 +47,6 @@ pub struct Tls {
     pub(super) role: Role,
     /// The file with the authorities, for messages.
     pub(super) authorities: Arc<str>,
-    pub(super) kernel: KernelTls,
     /// Maximum number of records that one key encrypts.
     pub(super) key_update_after: u64,
 }
@@ -156,13 +154,7 @@ impl Tls {
 
     fn of(role: Role, folder: Folder<'_>) -> Self {
         let authorities = folder.file(AUTHORITIES).to_string_lossy().into();
-        Self { role, authorities, kernel: KernelTls::default(), key_update_after: u64::MAX }
-    }
-
-    /// Sets whether the [kernel](KernelTls) encrypts and decrypts records.
-    #[must_use]
-    pub fn with_kernel_tls(self, kernel: KernelTls) -> Self {
-        Self { kernel, ..self }
+        Self { role, authorities, key_update_after: u64::MAX }
     }
 
     /// Sends a `KeyUpdate` after this number of records of up to 16 KiB, if that is before the cipher's own limit.
@@ -205,11 +197,6 @@ impl Tls {
         matches!(self.role, Role::Client { deferred: false, .. })
     }
 
-    /// Whether the kernel's TLS is required, and this kernel has none.
-    pub(crate) fn requires_missing_kernel_tls(&self) -> bool {
-        self.kernel == KernelTls::On && super::kernel::is_missing()
-    }
-
     /// Whether the expected host name is known; always true for a server.
     pub(crate) fn has_peer_name(&self) -> bool {
         !matches!(self.role, Role::Client { name: None, .. })
@@ -219,11 +206,7 @@ impl Tls {
 impl fmt::Debug for Tls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let side = if self.is_client() { "client" } else { "server" };
-        f.debug_struct("Tls")
-            .field("endpoint", &side)
-            .field("authorities", &self.authorities)
-            .field("kernel", &self.kernel)
-            .finish_non_exhaustive()
+        f.debug_struct("Tls").field("endpoint", &side).field("authorities", &self.authorities).finish_non_exhaustive()
     }
 }
 

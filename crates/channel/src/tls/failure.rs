@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use limosa_page::BrokenInvariant;
-use rustix::io::Errno;
 use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
 use thiserror::Error;
@@ -87,9 +86,6 @@ pub enum TlsFailure {
     /// A record failed authentication: the peer did not send it in this form.
     #[error("a record failed authentication: it was changed in transit")]
     BadRecord,
-    /// The kernel's TLS was required and failed.
-    #[error("in the kernel: {0}")]
-    Kernel(KernelTlsFailure),
     /// The two ends have no common parameters, or one violates the protocol.
     #[error("{0}")]
     Protocol(String),
@@ -129,42 +125,6 @@ pub enum TlsAlert {
     /// Any other alert, by its number.
     #[error("alert {0}")]
     Other(u8),
-}
-
-/// The reason why the kernel does not encrypt or decrypt the records of a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum KernelTlsFailure {
-    /// The kernel is built without TLS, or its module is not loaded.
-    #[error("this kernel has no TLS, or its module is not loaded")]
-    Missing,
-    /// The socket is in non-blocking mode, so the kernel would discard encrypted data on close.
-    #[error("its socket is in non-blocking mode")]
-    NonBlocking,
-    /// The socket is of another protocol.
-    #[error("its socket is not a TCP connection")]
-    NotTcp,
-    /// The socket cannot be set up.
-    #[error("{0}")]
-    Setup(Errno),
-    /// The kernel rejected the first key.
-    #[error("the key was rejected: {0}")]
-    Key(Errno),
-    /// The kernel rejected a later key.
-    #[error("a new key was rejected: {0}")]
-    RekeyRejected(Errno),
-    /// The kernel has no such cipher.
-    #[error("a new key was rejected: unsupported cipher")]
-    UnsupportedCipher,
-    /// The sending key has reached its usage limit.
-    #[error("the key has reached its usage limit, and this kernel cannot renew keys (Linux 6.14 can)")]
-    KeyUsedUp,
-    /// The kernel cannot take the peer's new key.
-    #[error("the peer renewed its key, and this kernel cannot renew keys (Linux 6.14 can)")]
-    PeerRekeyUnsupported,
-    /// The peer split a key update over two records.
-    #[error("the peer split a key update over two records, which the kernel cannot open")]
-    SplitKeyUpdate,
 }
 
 impl TlsFailure {

@@ -19,7 +19,6 @@ use rustls::{ConnectionTrafficSecrets, Error, ExtractedSecrets};
 
 use super::credentials::{Role, Tls};
 use super::failure::TlsFailure;
-use super::kernel::Key;
 use super::record::{self, BODY_MAX, Decrypter, Encrypter, HEADER, NewKeys};
 
 /// Default time limit of a handshake: long enough for a busy machine, short enough for an unauthenticated peer.
@@ -47,8 +46,6 @@ pub(super) struct Established {
     pub(super) encrypter: Encrypter,
     pub(super) decrypter: Decrypter,
     pub(super) keys: Keys,
-    /// The keys for sending and receiving in the kernel's form, if the kernel takes over.
-    pub(super) for_kernel: Option<(Key, Key)>,
     /// Bytes that the peer sent after the handshake.
     pub(super) rest: Vec<u8>,
 }
@@ -58,7 +55,7 @@ enum Connection {
     Server(UnbufferedServerConnection),
 }
 
-/// The secrets from which new keys are derived.
+/// The secrets from which new keys are derived. rustls names their type after the kernel's TLS, which is not used.
 pub(super) enum Keys {
     Client(KernelConnection<ClientConnectionData>),
     Server(KernelConnection<ServerConnectionData>),
@@ -67,16 +64,16 @@ pub(super) enum Keys {
 impl NewKeys for Keys {
     fn next_sending(&mut self) -> Result<ConnectionTrafficSecrets, TlsFailure> {
         let next = match self {
-            Self::Client(kernel) => kernel.update_tx_secret(),
-            Self::Server(kernel) => kernel.update_tx_secret(),
+            Self::Client(secrets) => secrets.update_tx_secret(),
+            Self::Server(secrets) => secrets.update_tx_secret(),
         };
         Ok(next.map_err(|error| TlsFailure::Protocol(error.to_string()))?.1)
     }
 
     fn next_receiving(&mut self) -> Result<ConnectionTrafficSecrets, TlsFailure> {
         let next = match self {
-            Self::Client(kernel) => kernel.update_rx_secret(),
-            Self::Server(kernel) => kernel.update_rx_secret(),
+            Self::Client(secrets) => secrets.update_rx_secret(),
+            Self::Server(secrets) => secrets.update_rx_secret(),
         };
         Ok(next.map_err(|error| TlsFailure::Protocol(error.to_string()))?.1)
     }
@@ -96,8 +93,6 @@ pub(super) struct Handshake {
     outgoing: Vec<u8>,
     sent: usize,
     done: bool,
-    /// Whether the kernel takes over the keys.
-    for_kernel: bool,
     /// Maximum number of records that one key encrypts.
     key_update_after: u64,
 }
@@ -114,7 +109,7 @@ impl Handshake {
     ///
     /// # Errors
     /// The expected host name of the server is unknown.
-    pub(super) fn new(tls: &Tls, within: Option<Duration>, for_kernel: bool) -> Result<Self, TlsFailure> {
+    pub(super) fn new(tls: &Tls, within: Option<Duration>) -> Result<Self, TlsFailure> {
         let authorities = Arc::clone(&tls.authorities);
         let wrong = |error: Error| TlsFailure::of(error, &authorities);
         let connection = match &tls.role {
@@ -136,7 +131,6 @@ impl Handshake {
             outgoing: Vec::new(),
             sent: 0,
             done: false,
-            for_kernel,
             key_update_after: tls.key_update_after,
         })
     }
@@ -291,23 +285,21 @@ impl Handshake {
         let over = || TlsFailure::Protocol("the handshake is over".into());
         let (secrets, keys, suite) = match self.connection.take().ok_or_else(over)? {
             Connection::Client(client) => {
-                let (secrets, kernel) = client.dangerous_into_kernel_connection().map_err(wrong)?;
-                let suite = kernel.negotiated_cipher_suite();
-                (secrets, Keys::Client(kernel), suite)
+                let (secrets, updates) = client.dangerous_into_kernel_connection().map_err(wrong)?;
+                let suite = updates.negotiated_cipher_suite();
+                (secrets, Keys::Client(updates), suite)
             }
             Connection::Server(server) => {
-                let (secrets, kernel) = server.dangerous_into_kernel_connection().map_err(wrong)?;
-                let suite = kernel.negotiated_cipher_suite();
-                (secrets, Keys::Server(kernel), suite)
+                let (secrets, updates) = server.dangerous_into_kernel_connection().map_err(wrong)?;
+                let suite = updates.negotiated_cipher_suite();
+                (secrets, Keys::Server(updates), suite)
             }
         };
         let ExtractedSecrets { tx, rx } = secrets;
         let cipher = record::cipher(suite)?;
         let rest = self.incoming.split_off(self.fed);
-        let key = |(number, secrets): &(u64, ConnectionTrafficSecrets)| Key::new(secrets, *number);
-        let for_kernel = if self.for_kernel { key(&tx).zip(key(&rx)) } else { None };
         let encrypter = Encrypter::new(cipher, tx)?.key_update_after(self.key_update_after);
-        Ok(Established { encrypter, decrypter: Decrypter::new(cipher, rx)?, keys, for_kernel, rest })
+        Ok(Established { encrypter, decrypter: Decrypter::new(cipher, rx)?, keys, rest })
     }
 }
 

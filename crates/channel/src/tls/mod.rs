@@ -13,9 +13,7 @@
 //! stay:
 //! - One connection object encrypts and decrypts by `&mut self`. The two threads of a channel would share one lock,
 //!   which is held while 16 KiB are encrypted, and a thread that writes would wait for one that reads.
-//! - `dangerous_into_kernel_connection` consumes the connection. For the kernel's TLS the records, `KeyUpdate` and
-//!   alerts after the handshake are ours anyway; without it they would exist twice, once in rustls and once here.
-//! - It would replace numbering, `KeyUpdate` and alerts: about 250 of 3,200 lines. Buffers, partial writes, time-outs,
+//! - It would replace numbering, `KeyUpdate` and alerts: about 250 of 2,300 lines. Buffers, partial writes, time-outs,
 //!   the end of the data and gathering from guest memory are the caller's in either case.
 //! - Early data and session tickets, the other things it has, are not for a migration: each channel connects once.
 //!
@@ -26,7 +24,6 @@
 //! | `handshake` | the handshake: from a connected socket to keys |
 //! | `record` | encrypting bytes into records, and decrypting records |
 //! | `session` | both directions of one connection |
-//! | `kernel` | directions whose keys the kernel has |
 //! | `plaintext` | between records and memory that is no slice |
 //! | `failure` | errors |
 
@@ -34,13 +31,10 @@ mod allowed;
 mod credentials;
 mod failure;
 mod handshake;
-mod kernel;
 mod plaintext;
 mod record;
 mod session;
 
 pub use credentials::Tls;
-pub use failure::{KernelTlsFailure, TlsAlert, TlsFailure};
-pub(crate) use kernel::ByKernel;
-pub use kernel::{KernelTls, UnknownKernelTls};
+pub use failure::{TlsAlert, TlsFailure};
 pub(crate) use session::Session;

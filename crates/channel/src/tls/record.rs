@@ -27,9 +27,9 @@ pub(super) const BODY_MAX: usize = PAYLOAD_MAX + 256;
 /// Maximum number of consecutive records without data: tickets, key updates, empty ones.
 const IDLE_MAX: u32 = 64;
 /// A `KeyUpdate` message that does not request one from the peer.
-pub(super) const UPDATE: [u8; 5] = [0x18, 0, 0, 1, 0];
+const UPDATE: [u8; 5] = [0x18, 0, 0, 1, 0];
 /// The close notification: a warning alert, `close_notify`.
-pub(super) const CLOSE: [u8; 2] = [1, 0];
+const CLOSE: [u8; 2] = [1, 0];
 
 /// Source of new keys for both directions.
 pub(super) trait NewKeys {
@@ -95,11 +95,6 @@ impl Encrypter {
         Self { limit: limit(self.cipher, records), ..self }
     }
 
-    /// Returns the number of records that one key may encrypt, without the `KeyUpdate`.
-    pub(super) fn limit(&self) -> u64 {
-        self.limit
-    }
-
     /// Whether this key has reached its limit.
     pub(super) fn is_used_up(&self) -> bool {
         self.numbers.next >= self.limit
@@ -143,70 +138,14 @@ pub(super) enum Decrypted {
     Close,
 }
 
-/// Meaning of a record's content.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RecordContent {
-    /// All of it is data.
-    Bytes,
-    /// No data.
-    Nothing,
-    /// A `KeyUpdate`: the next key follows. `answer`: the peer requests one of this end too.
-    NewKey { answer: bool },
-    /// The close notification.
-    Close,
-}
-
-/// Interprets the content of decrypted records.
-#[derive(Debug, Default)]
-pub(super) struct Reader {
-    messages: Messages,
-    idle: u32,
-}
-
-impl Reader {
-    /// Interprets a record of this type.
-    pub(super) fn take(&mut self, typ: ContentType, payload: &[u8]) -> Result<RecordContent> {
-        if self.is_inside_message() && typ != ContentType::Handshake {
-            return Err(TlsFailure::Protocol("a record inside a handshake message".into()));
-        }
-        if typ == ContentType::ApplicationData && !payload.is_empty() {
-            self.reset_idle();
-            return Ok(RecordContent::Bytes);
-        }
-        self.idle += 1;
-        if self.idle > IDLE_MAX {
-            return Err(TlsFailure::Protocol(format!("more than {IDLE_MAX} consecutive records without data")));
-        }
-        match typ {
-            ContentType::ApplicationData => Ok(RecordContent::Nothing),
-            ContentType::Alert => alert(payload),
-            ContentType::Handshake => Ok(match self.messages.take(payload)? {
-                PostHandshake::Nothing => RecordContent::Nothing,
-                PostHandshake::NewKey { answer } => RecordContent::NewKey { answer },
-            }),
-            typ => Err(TlsFailure::Protocol(format!("a record of type {}", u8::from(typ)))),
-        }
-    }
-
-    /// Notes that data arrived.
-    pub(super) fn reset_idle(&mut self) {
-        self.idle = 0;
-    }
-
-    /// Whether a handshake message is incomplete.
-    pub(super) fn is_inside_message(&self) -> bool {
-        self.messages.is_inside_message()
-    }
-}
-
 /// Decrypts records.
 pub(super) struct Decrypter {
     cipher: &'static Tls13CipherSuite,
     with: Box<dyn MessageDecrypter>,
     numbers: Numbers,
-    reader: Reader,
-    /// Whether the peer has updated its key.
-    updated: bool,
+    messages: Messages,
+    /// Consecutive records without data.
+    idle: u32,
 }
 
 impl Decrypter {
@@ -216,7 +155,7 @@ impl Decrypter {
     ) -> Result<Self> {
         let (key, iv) = parts(secrets)?;
         let with = cipher.aead_alg.decrypter(key, iv);
-        Ok(Self { cipher, with, numbers: Numbers { next: first }, reader: Reader::default(), updated: false })
+        Ok(Self { cipher, with, numbers: Numbers { next: first }, messages: Messages::default(), idle: 0 })
     }
 
     /// Decrypts the record with this body in place.
@@ -227,40 +166,44 @@ impl Decrypter {
             Error::DecryptError => TlsFailure::BadRecord,
             error => TlsFailure::Protocol(error.to_string()),
         })?;
-        invariant(decrypted.payload.len() <= length, "a decrypted record is no longer than its ciphertext")?;
-        Ok(match self.reader.take(decrypted.typ, decrypted.payload)? {
-            RecordContent::Bytes => Decrypted::Bytes(decrypted.payload.len()),
-            RecordContent::Nothing => Decrypted::Control { update_key: false },
-            RecordContent::Close => Decrypted::Close,
-            RecordContent::NewKey { answer } => {
-                let (key, iv) = parts(keys.next_receiving()?)?;
-                self.with = self.cipher.aead_alg.decrypter(key, iv);
-                self.numbers.next = 0;
-                self.updated = true;
-                Decrypted::Control { update_key: answer }
-            }
-        })
-    }
-
-    /// The number of the next record, as long as it is one of the first key's.
-    pub(super) fn next_number_of_first_key(&self) -> Option<u64> {
-        (!self.updated).then_some(self.numbers.next)
-    }
-
-    /// Returns the state that the records before left.
-    pub(super) fn reader_mut(&mut self) -> &mut Reader {
-        &mut self.reader
+        let (typ, payload) = (decrypted.typ, decrypted.payload);
+        invariant(payload.len() <= length, "a decrypted record is no longer than its ciphertext")?;
+        if self.messages.is_inside_message() && typ != ContentType::Handshake {
+            return Err(TlsFailure::Protocol("a record inside a handshake message".into()));
+        }
+        if typ == ContentType::ApplicationData && !payload.is_empty() {
+            self.idle = 0;
+            return Ok(Decrypted::Bytes(payload.len()));
+        }
+        self.idle += 1;
+        if self.idle > IDLE_MAX {
+            return Err(TlsFailure::Protocol(format!("more than {IDLE_MAX} consecutive records without data")));
+        }
+        match typ {
+            ContentType::ApplicationData => Ok(Decrypted::Control { update_key: false }),
+            ContentType::Alert => alert(payload),
+            ContentType::Handshake => match self.messages.take(payload)? {
+                PostHandshake::Nothing => Ok(Decrypted::Control { update_key: false }),
+                PostHandshake::NewKey { answer } => {
+                    let (key, iv) = parts(keys.next_receiving()?)?;
+                    self.with = self.cipher.aead_alg.decrypter(key, iv);
+                    self.numbers.next = 0;
+                    Ok(Decrypted::Control { update_key: answer })
+                }
+            },
+            typ => Err(TlsFailure::Protocol(format!("a record of type {}", u8::from(typ)))),
+        }
     }
 }
 
-fn alert(payload: &[u8]) -> Result<RecordContent> {
+fn alert(payload: &[u8]) -> Result<Decrypted> {
     let [_level, description] = payload else {
         return Err(TlsFailure::Protocol(format!("an alert of {} bytes", payload.len())));
     };
     match AlertDescription::from(*description) {
-        AlertDescription::CloseNotify => Ok(RecordContent::Close),
+        AlertDescription::CloseNotify => Ok(Decrypted::Close),
         // The only other one that does not end a session (RFC 8446, section 6.1).
-        AlertDescription::UserCanceled => Ok(RecordContent::Nothing),
+        AlertDescription::UserCanceled => Ok(Decrypted::Control { update_key: false }),
         description => Err(TlsFailure::of_alert(description)),
     }
 }
@@ -340,13 +283,6 @@ pub(super) fn body(bytes: &[u8]) -> Result<Option<Range<usize>>> {
     }
     let whole = HEADER..HEADER + length;
     Ok((bytes.len() >= whole.end).then_some(whole))
-}
-
-/// Returns the number of missing bytes of the record at the beginning of `bytes`, or of its header if that is
-/// incomplete.
-pub(super) fn missing(bytes: &[u8]) -> usize {
-    let Some(&[_, _, _, high, low]) = bytes.first_chunk::<HEADER>() else { return HEADER - bytes.len() };
-    (HEADER + usize::from(u16::from_be_bytes([high, low]))).saturating_sub(bytes.len())
 }
 
 #[cfg(test)]
@@ -504,21 +440,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_of_a_record_ends_where_the_next_one_begins() {
-        let record = [23, 3, 3, 0, 2, 7, 8, 23, 3];
-        for (have, missing_yet) in [(0, 5), (3, 2), (5, 2), (6, 1), (7, 0)] {
-            assert_eq!(missing(&record[..have]), missing_yet);
-        }
-    }
-
-    #[test]
     fn a_key_may_be_renewed_earlier_than_its_cipher_needs_but_not_later() {
         let aes = cipher(TLS13_AES_256_GCM_SHA384).unwrap();
         let encrypter = |records| {
             let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [7; 32].into(), iv: [7; 12].into() };
             Encrypter::new(aes, (0, secrets)).unwrap().key_update_after(records)
         };
-        assert_eq!([0, 1, 100, u64::MAX].map(|records| encrypter(records).limit()), [1, 1, 99, (1 << 24) - 1]);
+        assert_eq!([0, 1, 100, u64::MAX].map(|records| encrypter(records).limit), [1, 1, 99, (1 << 24) - 1]);
     }
 
     proptest! {

@@ -4,7 +4,7 @@
 //! both. The lock of the secrets for new keys is held for a computation only. Encrypted records go out in order before
 //! anything else: a write that fails leaves the rest of its records to the next one, because the peer counts them. The
 //! close notification is sent only after complete data: an end that gives up or failed leaves a cut connection to the
-//! peer. Each direction is handled either by this process or by the [kernel](super::kernel).
+//! peer.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -25,7 +25,6 @@ use rustls::ConnectionTrafficSecrets;
 use super::credentials::Tls;
 use super::failure::TlsFailure;
 use super::handshake::{Established, Handshake, Keys, Wait};
-use super::kernel::{ByKernel, Input, Kernel, Key, Output, Received, yield_to_kernel};
 use super::plaintext::Walk;
 use super::record::{self, BODY_MAX, Decrypted, Decrypter, Encrypter, HEADER, NewKeys, PAYLOAD_MAX};
 use crate::vector::{Batch, In, Out};
@@ -40,8 +39,6 @@ const CLOSE_WITHIN: Duration = Duration::from_secs(2);
 /// An encrypted connection, or one that is in its handshake.
 pub(crate) struct Session {
     socket: OwnedFd,
-    /// Set if the kernel takes over the keys.
-    kernel: Option<Kernel>,
     /// `None` once it has ended.
     handshake: Mutex<Option<Box<Handshake>>>,
     /// Result of the handshake.
@@ -61,23 +58,10 @@ struct Directions {
     keys: Mutex<Keys>,
     /// The peer requested a key update of this end.
     key_update_requested: AtomicBool,
-    by_kernel: ByKernel,
-}
-
-/// Where records are encrypted.
-enum Encryption {
-    Userspace(Encrypter),
-    Kernel(Output),
-}
-
-/// Where records are decrypted.
-enum Decryption {
-    Userspace(Decrypter),
-    Kernel(Input),
 }
 
 struct Sending {
-    encryption: Encryption,
+    encrypter: Encrypter,
     /// Records to send, the first from `at` on.
     records: VecDeque<Vec<u8>>,
     at: usize,
@@ -87,9 +71,7 @@ struct Sending {
 }
 
 struct Receiving {
-    decryption: Decryption,
-    /// The first key, for the kernel, once all bytes that were read are decrypted.
-    awaited: Option<(Kernel, Key)>,
+    decrypter: Decrypter,
     buffer: Vec<u8>,
     /// Decrypted bytes that no read has returned yet.
     plain: Range<usize>,
@@ -133,18 +115,10 @@ impl Session {
     /// # Errors
     /// A [`TlsFailure`], or an error of the kernel.
     pub(crate) fn over(socket: OwnedFd, tls: &Tls, within: Option<Duration>) -> io::Result<Self> {
-        let kernel = Kernel::prepare(socket.as_fd(), tls.kernel)?;
-        let handshake = Mutex::new(Some(Box::new(Handshake::new(tls, within, kernel.is_some())?)));
+        let handshake = Mutex::new(Some(Box::new(Handshake::new(tls, within)?)));
         let off = AtomicBool::default;
-        let this = Self {
-            socket,
-            kernel,
-            handshake,
-            outcome: OnceLock::new(),
-            shut: off(),
-            receive_stopped: off(),
-            failed: off(),
-        };
+        let this =
+            Self { socket, handshake, outcome: OnceLock::new(), shut: off(), receive_stopped: off(), failed: off() };
         if tls.is_client() {
             match this.directions(if tls.is_eager() { Wait::Yes } else { Wait::No }) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -165,7 +139,7 @@ impl Session {
             // Another thread may have completed it meanwhile.
             if let Some(in_progress) = handshake.as_mut() {
                 let outcome = match in_progress.advance(self.socket.as_fd(), wait) {
-                    Ok(agreed) => Directions::over(&self.socket, agreed, self.kernel),
+                    Ok(agreed) => Ok(Directions::from(agreed)),
                     Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
                         Some(failure) => Err(failure.clone()),
                         None => return Err(error),
@@ -214,16 +188,6 @@ impl Session {
         if sending.closed {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
-        if let Encryption::Kernel(output) = &mut sending.encryption {
-            let written =
-                output.write(&self.socket, batch, &directions.key_update_requested, &mut LockedKeys(&directions.keys));
-            let moved = written.map_err(|error| match Errno::from_io_error(&error) {
-                Some(errno) => self.alert_or(directions, errno),
-                None => error,
-            })?;
-            directions.by_kernel.encrypted(moved);
-            return Ok(moved);
-        }
         let moved = directions.encrypt(&mut sending, batch)?;
         match sending.send(&self.socket, SendFlags::empty()) {
             Ok(()) => Ok(moved),
@@ -233,31 +197,15 @@ impl Session {
         }
     }
 
-    /// Whether records wait to be sent. With `all` this includes a part of a record that the kernel sends by itself.
-    pub(crate) fn is_buffering(&self, all: bool) -> bool {
-        let Some(Ok(directions)) = self.outcome.get() else { return false };
-        let sending = directions.sending.lock();
-        match &sending.encryption {
-            Encryption::Userspace(_) => !sending.records.is_empty(),
-            Encryption::Kernel(output) => all && output.is_pending(),
-        }
+    /// Whether records wait to be sent.
+    pub(crate) fn is_buffering(&self) -> bool {
+        matches!(self.outcome.get(), Some(Ok(directions)) if !directions.sending.lock().records.is_empty())
     }
 
     /// Sends some of the queued records.
     pub(crate) fn flush(&self) -> io::Result<()> {
         let directions = self.directions(Wait::Yes)?;
-        let mut sending = directions.sending.lock();
-        let sent = match &mut sending.encryption {
-            // The kernel will not send it any more.
-            Encryption::Kernel(_) if self.shut.load(Ordering::Relaxed) => Err(Errno::PIPE),
-            Encryption::Kernel(output) => output.end(&self.socket),
-            Encryption::Userspace(_) => sending.send(&self.socket, SendFlags::empty()),
-        };
-        let by_kernel = matches!(sending.encryption, Encryption::Kernel(_));
-        drop(sending);
-        if by_kernel && sent == Err(Errno::AGAIN) {
-            yield_to_kernel();
-        }
+        let sent = directions.sending.lock().send(&self.socket, SendFlags::empty());
         self.noting_failure(sent.map_err(|errno| self.alert_or(directions, errno)))
     }
 
@@ -276,8 +224,9 @@ impl Session {
             && let Ok(mut receiving) = try_lock(&directions.receiving)
         {
             while receiving.plain.is_empty() && receiving.end.is_none() {
-                let read = |receiving: &mut _| directions.read(receiving, &self.socket, RecvFlags::DONTWAIT);
-                if !directions.decrypt(&mut receiving) && !read(&mut receiving).is_ok_and(|got| got) {
+                if !directions.decrypt(&mut receiving)
+                    && !receiving.read(&self.socket, RecvFlags::DONTWAIT).is_ok_and(|got| got)
+                {
                     break;
                 }
             }
@@ -288,14 +237,13 @@ impl Session {
         errno.into()
     }
 
-    /// Reads some of the batch; returns how many bytes, 0 at the close notification. With `whole`, reads all of it
-    /// where the kernel decrypts.
-    pub(crate) fn read(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
-        let got = self.read_some(batch, whole);
+    /// Reads some of the batch; returns how many bytes, 0 at the close notification.
+    pub(crate) fn read(&self, batch: &Batch<'_, In>) -> io::Result<usize> {
+        let got = self.read_some(batch);
         if self.receive_stopped.load(Ordering::Relaxed) { got } else { self.noting_failure(got) }
     }
 
-    fn read_some(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
+    fn read_some(&self, batch: &Batch<'_, In>) -> io::Result<usize> {
         let directions = self.directions(Wait::Yes)?;
         let mut receiving = directions.receiving.lock();
         let mut places = Walk::over(batch);
@@ -314,21 +262,9 @@ impl Session {
             match &receiving.end {
                 Some(End::Closed) => return Ok(0),
                 Some(End::Failed(failure)) => return Err(failure.clone().into()),
-                None => {
-                    if let Some(got) = directions.read_by_kernel(&mut receiving, &self.socket, batch, whole)? {
-                        return Ok(got);
-                    }
-                    if receiving.end.is_none() {
-                        directions.read(&mut receiving, &self.socket, RecvFlags::empty())?;
-                    }
-                }
+                None => receiving.read(&self.socket, RecvFlags::empty()).map(|_| ())?,
             }
         }
-    }
-
-    /// Returns what the kernel handles; `None` before the handshake is complete.
-    pub(crate) fn by_kernel(&self) -> Option<&ByKernel> {
-        self.outcome.get()?.as_ref().ok().map(|directions| &directions.by_kernel)
     }
 
     /// Copies the first decrypted bytes without waiting: 0 at an end of any kind, `None` if there are none yet.
@@ -346,7 +282,7 @@ impl Session {
                     break;
                 }
                 asked = true;
-                match directions.read(&mut receiving, &self.socket, RecvFlags::DONTWAIT) {
+                match receiving.read(&self.socket, RecvFlags::DONTWAIT) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     read => read?,
                 };
@@ -387,11 +323,7 @@ impl Session {
         if std::mem::replace(&mut sending.closed, true) || !sending.records.is_empty() {
             return;
         }
-        let record = match &mut sending.encryption {
-            Encryption::Userspace(encrypter) => encrypter.close(),
-            Encryption::Kernel(output) => return output.close(&self.socket, CLOSE_WITHIN),
-        };
-        let Ok(record) = record else { return };
+        let Ok(record) = sending.encrypter.close() else { return };
         sending.records.push_back(record);
         let end = Instant::now() + CLOSE_WITHIN;
         while !sending.records.is_empty() {
@@ -438,57 +370,37 @@ impl fmt::Debug for Session {
     }
 }
 
-impl Directions {
-    /// Creates both directions of a socket, and hands the keys to the kernel if it takes over.
-    ///
-    /// # Errors
-    /// The kernel is required, and rejects a key.
-    fn over(socket: &OwnedFd, agreed: Established, kernel: Option<Kernel>) -> Result<Self, TlsFailure> {
-        let Established { encrypter, decrypter, keys, for_kernel, rest } = agreed;
-        let by_kernel = ByKernel::default();
-        let (sends, receives) = for_kernel.unzip();
-        let output = match kernel.zip(sends) {
-            Some((kernel, key)) => kernel.or_userspace(Output::over(socket, &key, encrypter.limit()))?,
-            None => None,
-        };
-        let encryption = match output {
-            Some(output) => {
-                by_kernel.set_encrypts();
-                Encryption::Kernel(output)
-            }
-            None => Encryption::Userspace(encrypter),
-        };
+impl From<Established> for Directions {
+    fn from(agreed: Established) -> Self {
+        let Established { encrypter, decrypter, keys, rest } = agreed;
         let plain = vec![0; PAYLOAD_MAX].into_boxed_slice();
         let encrypted = 0..rest.len();
-        let sending = Sending { encryption, records: VecDeque::new(), at: 0, plain, closed: false };
-        let (decryption, awaited) = (Decryption::Userspace(decrypter), kernel.zip(receives));
-        let mut receiving =
-            Receiving { decryption, awaited, buffer: rest, plain: 0..0, encrypted, begun: false, end: None };
-        receiving.hand_over_to_kernel(socket, &by_kernel)?;
-        Ok(Self {
+        let sending = Sending { encrypter, records: VecDeque::new(), at: 0, plain, closed: false };
+        let receiving = Receiving { decrypter, buffer: rest, plain: 0..0, encrypted, begun: false, end: None };
+        Self {
             sending: Mutex::new(sending),
             receiving: Mutex::new(receiving),
             keys: Mutex::new(keys),
             key_update_requested: AtomicBool::new(false),
-            by_kernel,
-        })
+        }
     }
+}
 
+impl Directions {
     /// Encrypts the beginning of a batch; returns how many bytes.
     fn encrypt(&self, sending: &mut Sending, batch: &Batch<'_, Out>) -> Result<usize, TlsFailure> {
         let mut from = Walk::over(batch);
         let mut moved = 0;
-        let Encryption::Userspace(encrypter) = &mut sending.encryption else { return Ok(0) };
         for _ in 0..RECORDS_MAX {
-            if self.key_update_requested.swap(false, Ordering::AcqRel) || encrypter.is_used_up() {
-                let record = encrypter.update_key(&mut LockedKeys(&self.keys))?;
+            if self.key_update_requested.swap(false, Ordering::AcqRel) || sending.encrypter.is_used_up() {
+                let record = sending.encrypter.update_key(&mut LockedKeys(&self.keys))?;
                 sending.records.push_back(record);
             }
             let length = from.gather(&mut sending.plain);
             if length == 0 {
                 break;
             }
-            let record = encrypter.encrypt(&sending.plain[..length])?;
+            let record = sending.encrypter.encrypt(&sending.plain[..length])?;
             sending.records.push_back(record);
             moved += length;
         }
@@ -510,20 +422,13 @@ impl Directions {
     }
 
     fn decrypt_next(&self, receiving: &mut Receiving) -> Result<bool, TlsFailure> {
-        let Decryption::Userspace(decrypter) = &mut receiving.decryption else { return Ok(false) };
         let (range, whole) = (receiving.encrypted.clone(), "encrypted bytes are inside the receive buffer");
         let encrypted = inside(&mut receiving.buffer, range, whole)?;
         let Some(body) = record::body(encrypted)? else { return Ok(false) };
         let record = inside(encrypted, body.clone(), "the body of a record is among the received bytes")?;
-        let decrypted = decrypter.decrypt(record, &mut LockedKeys(&self.keys))?;
+        let decrypted = receiving.decrypter.decrypt(record, &mut LockedKeys(&self.keys))?;
         let start = receiving.encrypted.start + body.start;
         receiving.encrypted.start += body.end;
-        self.apply(receiving, decrypted, start);
-        Ok(true)
-    }
-
-    /// Applies a decrypted record, whose bytes are in the buffer from `start` on.
-    fn apply(&self, receiving: &mut Receiving, decrypted: Decrypted, start: usize) {
         match decrypted {
             Decrypted::Bytes(length) => receiving.append(start..start + length),
             Decrypted::Control { update_key } => {
@@ -533,62 +438,7 @@ impl Directions {
             }
             Decrypted::Close => receiving.end = Some(End::Closed),
         }
-    }
-
-    /// Reads more records, or a part of one. Notes the end of the connection.
-    fn read(&self, receiving: &mut Receiving, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
-        receiving.make_room();
-        let received = match receiving.hand_over_to_kernel(socket, &self.by_kernel) {
-            Err(failure) => Err(failure.into()),
-            Ok(()) => match &mut receiving.decryption {
-                Decryption::Userspace(_) => return receiving.read(socket, flags),
-                Decryption::Kernel(input) => {
-                    let room = &mut receiving.buffer[receiving.encrypted.end..];
-                    if room.len() < BODY_MAX {
-                        return Ok(false);
-                    }
-                    input.receive_record(socket, room, flags, &mut LockedKeys(&self.keys))
-                }
-            },
-        };
-        match received {
-            Ok(Received::Record(decrypted)) => {
-                let start = receiving.encrypted.end;
-                if let Decrypted::Bytes(length) = decrypted {
-                    receiving.encrypted = start + length..start + length;
-                    self.by_kernel.decrypted(length);
-                }
-                self.apply(receiving, decrypted, start);
-                Ok(true)
-            }
-            Ok(Received::Ended) => receiving.note_end(Ok(0)),
-            Err(error) => receiving.note_end(Err(error)),
-        }
-    }
-
-    /// Has the kernel decrypt the next data straight into some of the batch, or all of it (`whole`); `None` if the next
-    /// record must be [read](Self::read) into the buffer.
-    fn read_by_kernel(
-        &self,
-        receiving: &mut Receiving,
-        socket: &OwnedFd,
-        batch: &Batch<'_, In>,
-        whole: bool,
-    ) -> io::Result<Option<usize>> {
-        let Decryption::Kernel(input) = &mut receiving.decryption else { return Ok(None) };
-        match input.read(socket, batch, whole) {
-            Ok(Some(got)) => {
-                receiving.begun = true;
-                self.by_kernel.decrypted(got);
-                Ok(Some(got))
-            }
-            Ok(None) => Ok(None),
-            Err(error) => {
-                receiving.note_end(Err(error))?;
-                // The end, which `note_end` recorded.
-                Ok(None)
-            }
-        }
+        Ok(true)
     }
 }
 
@@ -646,55 +496,23 @@ impl Receiving {
         }
     }
 
-    /// Hands the receiving key to the kernel, if it takes over, unless a record is incomplete.
-    fn hand_over_to_kernel(&mut self, socket: &OwnedFd, by_kernel: &ByKernel) -> Result<(), TlsFailure> {
-        if !self.encrypted.is_empty() {
-            return Ok(());
-        }
-        let (Some((kernel, key)), Decryption::Userspace(decrypter)) = (self.awaited.take(), &mut self.decryption)
-        else {
-            return Ok(());
-        };
-        // After a key update of the peer this process keeps decrypting: the kernel would get a key whose number is
-        // unknown here.
-        let Some(next) = decrypter.next_number_of_first_key() else { return Ok(()) };
-        if let Some(input) = kernel.or_userspace(Input::over(socket, &key.at(next), decrypter.reader_mut()))? {
-            self.decryption = Decryption::Kernel(input);
-            by_kernel.set_decrypts();
-        }
-        Ok(())
-    }
-
+    /// Reads more records, or a part of one; false if the connection has ended, which is noted, or if there is no room.
     fn read(&mut self, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
-        let missing = self.awaited.as_ref().map(|_| {
-            // Not a byte of the next record, which the kernel decrypts.
-            record::missing(&self.buffer[self.encrypted.clone()])
-        });
+        self.make_room();
         let room = &mut self.buffer[self.encrypted.end..];
-        let most = missing.map_or(room.len(), |missing: usize| missing.min(room.len()));
-        let Some(room) = room.get_mut(..most).filter(|room| !room.is_empty()) else { return Ok(false) };
-        match recv(socket, room, flags) {
-            Ok((got, _)) if got != 0 => {
-                self.encrypted.end += got;
-                Ok(true)
-            }
-            answer => self.note_end(answer.map(|_| 0).map_err(io::Error::from)),
+        if room.is_empty() {
+            return Ok(false);
         }
-    }
-
-    /// Notes the end of the connection, or returns another error.
-    fn note_end(&mut self, answer: io::Result<usize>) -> io::Result<bool> {
-        let first = !self.begun;
-        let failure = match answer {
-            Ok(_) => TlsFailure::Truncated { before_first_byte: first },
-            Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
-                Some(failure) => failure.clone(),
-                // A peer that closes with unread bytes of this end; or an attacker on the path.
-                None if error.kind() == io::ErrorKind::ConnectionReset => {
-                    TlsFailure::Reset { before_first_byte: first }
-                }
-                None => return Err(error),
-            },
+        let before_first_byte = !self.begun;
+        let failure = match recv(socket, room, flags) {
+            Ok((0, _)) => TlsFailure::Truncated { before_first_byte },
+            Ok((got, _)) => {
+                self.encrypted.end += got;
+                return Ok(true);
+            }
+            // A peer that closes with unread bytes of this end; or an attacker on the path.
+            Err(Errno::CONNRESET) => TlsFailure::Reset { before_first_byte },
+            Err(errno) => return Err(errno.into()),
         };
         self.end = Some(End::Failed(failure));
         Ok(false)

@@ -13,11 +13,13 @@ use rustix::io::Errno;
 use rustix::net::sockopt;
 
 use super::completions::Completion;
-use crate::tcp_info::TcpInfo;
 
 /// `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED` (include/uapi/linux/errqueue.h).
 const ORIGIN_ZEROCOPY: u8 = 5;
 const CODE_COPIED: u8 = 1;
+
+/// State of a TCP connection that is over (`include/net/tcp_states.h`).
+const TCP_CLOSE: u8 = 7;
 
 /// Pause between polls of a socket with both directions shut down: poll returns at once for it.
 const HANG_UP_PAUSE: Duration = Duration::from_millis(1);
@@ -58,7 +60,7 @@ impl ErrorQueue for SocketQueue<'_> {
         if polled.iter().any(|polled| polled.revents().contains(PollFlags::HUP)) {
             // A reading thread may have consumed the reason already.
             sockopt::socket_error(self.0)??;
-            if TcpInfo::of(self.0)?.closed {
+            if is_closed(self.0)? {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
             // Both directions are shut down, and data written before is still being sent.
@@ -66,6 +68,16 @@ impl ErrorQueue for SocketQueue<'_> {
         }
         Ok(())
     }
+}
+
+/// Whether a TCP connection is over, and not only both of its directions shut down (`TCP_INFO`, tcp(7)).
+fn is_closed(socket: BorrowedFd<'_>) -> io::Result<bool> {
+    // The first byte is tcpi_state (include/uapi/linux/tcp.h); the kernel writes only as much as there is room for.
+    let (mut state, mut length) = (0_u8, 1);
+    let place = (&raw mut state).cast();
+    // SAFETY: the state and the length live through the call, which writes no more bytes than the length says.
+    let got = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_TCP, libc::TCP_INFO, place, &raw mut length) };
+    if got < 0 { Err(io::Error::last_os_error()) } else { Ok(state == TCP_CLOSE) }
 }
 
 /// Receives one message of the queue; `None` if it is no completion.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{Channel, ChannelError, KernelTls, Listener, Options, Tls};
+use limosa_channel::{Channel, ChannelError, Listener, Options, Tls};
 use limosa_testkit::{Authority, scratch};
 use tempfile::TempDir;
 
@@ -47,13 +47,6 @@ impl Bed {
     /// A client and a server that are connected.
     pub(crate) fn pair(&self) -> (Channel, Channel) {
         connected(&self.server(), &self.client()).unwrap()
-    }
-
-    /// The same, on whose sockets a test may do what a kernel that has their keys would not let through as it is.
-    pub(crate) fn pair_without_kernel(&self) -> (Channel, Channel) {
-        let server = Tls::server(self.folder(), true).unwrap().with_kernel_tls(KernelTls::Off);
-        let client = Tls::client(self.folder(), None).unwrap().with_kernel_tls(KernelTls::Off);
-        connected(&with(server), &with(client)).unwrap()
     }
 }
 

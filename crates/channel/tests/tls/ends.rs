@@ -79,7 +79,7 @@ fn an_end_that_gave_up_or_failed_sends_no_close_notification() {
     drop(client);
     cut(&server);
     // What it has read makes no sense.
-    let (client, server) = bed.pair_without_kernel();
+    let (client, server) = bed.pair();
     client.write_all(b"a part").unwrap();
     rustix::io::write(server.as_fd(), b"no record").unwrap();
     assert!(client.read_exact(&mut [0]).is_err());
@@ -217,7 +217,7 @@ fn the_time_for_a_handshake_runs_from_the_wait_at_a_client_and_from_accept_at_a_
 #[test]
 fn a_peer_that_resets_the_connection_has_not_ended_it() {
     let bed = Bed::new();
-    let (client, server) = bed.pair_without_kernel();
+    let (client, server) = bed.pair();
     client.write_all(b"never read").unwrap();
     look(&server).unwrap();
     rustix::net::sockopt::set_socket_linger(server.as_fd(), Some(Duration::ZERO)).unwrap();

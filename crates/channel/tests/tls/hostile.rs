@@ -11,13 +11,12 @@ use proptest::prelude::*;
 use crate::bed::{Bed, SOON, listen, plain};
 
 /// Passes bytes on from a client to a server, changed; back as they are. What the server got, and how that ended.
-pub(crate) fn through(
-    server: &Options,
-    client: &Options,
+fn through(
+    bed: &Bed,
     write: &[u8],
     change: impl FnMut(u64, &mut Vec<u8>) -> bool + Send,
 ) -> (Vec<u8>, Option<ChannelError>) {
-    let listener = listen(server);
+    let listener = listen(&bed.server());
     let limosa_channel::Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
     let between = TcpListener::bind("127.0.0.1:0").unwrap();
     let uri = format!("tcp:{}", between.local_addr().unwrap()).parse().unwrap();
@@ -26,7 +25,7 @@ pub(crate) fn through(
             relay(between.accept().unwrap().0, TcpStream::connect(("127.0.0.1", port)).unwrap(), change);
         });
         scope.spawn(move || {
-            let Ok(client) = Channel::connect(&uri, client) else { return };
+            let Ok(client) = Channel::connect(&uri, &bed.client()) else { return };
             for piece in write.chunks(1000) {
                 if client.write_all(piece).is_err() {
                     return;
@@ -73,14 +72,14 @@ fn relay(client: TcpStream, server: TcpStream, mut change: impl FnMut(u64, &mut 
 }
 
 /// More records than a client's handshake has.
-pub(crate) const HANDSHAKE: u64 = 8;
+const HANDSHAKE: u64 = 8;
 
 #[test]
 fn nothing_that_was_changed_on_its_way_is_taken() {
     let bed = Bed::new();
     let data: Vec<u8> = (0..50_000_u32).map(|at| at.to_le_bytes()[1]).collect();
     // As it is.
-    let (got, end) = through(&bed.server(), &bed.client(), &data, |_, _| true);
+    let (got, end) = through(&bed, &data, |_, _| true);
     assert!(end.is_none() && got == data, "{end:?}");
     type Change = fn(u64, &mut Vec<u8>) -> bool;
     let changes: [(&str, Change); 6] = [
@@ -117,7 +116,7 @@ fn nothing_that_was_changed_on_its_way_is_taken() {
         }),
     ];
     for (what, change) in changes {
-        let (got, error) = through(&bed.server(), &bed.client(), &data, change);
+        let (got, error) = through(&bed, &data, change);
         let error = error.unwrap_or_else(|| panic!("{what}: taken for an end"));
         assert!(error.tls_failure().is_some(), "{what}: {error}");
         assert!(got.len() < data.len() && data.starts_with(&got), "{what}: {} bytes", got.len());
@@ -130,7 +129,7 @@ fn a_handshake_that_was_changed_or_cut_anywhere_fails_and_never_hangs() {
     let bed = Bed::new();
     for at in 0..4 {
         for cut in [false, true] {
-            let (got, error) = through(&bed.server(), &bed.client(), b"secret", move |number, record| {
+            let (got, error) = through(&bed, b"secret", move |number, record| {
                 if number == at && !cut {
                     let last = record.len() - 1;
                     record[last] ^= 1;

@@ -7,7 +7,7 @@ mod bed;
 mod acceptor;
 mod ends;
 mod hostile;
-mod kernel;
 mod openssl;
+mod pieces;
 mod refusals;
 mod transfers;

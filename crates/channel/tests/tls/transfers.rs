@@ -14,27 +14,43 @@ use crate::bed::{Bed, SOON, connected, listen, pattern, with};
 /// More than all buffers between the ends hold.
 const MUCH: usize = 24 << 20;
 
-#[test]
-fn both_directions_carry_much_at_once() {
-    let bed = Bed::new();
-    let (client, server) = bed.pair();
-    let data = pattern(MUCH);
+/// Both directions at once.
+fn exchange(client: &Channel, server: &Channel, much: usize) {
+    let data = pattern(much);
     thread::scope(|scope| {
-        for (near, far) in [(&client, &server), (&server, &client)] {
+        for (near, far) in [(client, server), (server, client)] {
             scope.spawn(|| data.chunks(1 << 20).for_each(|piece| near.write_all(piece).unwrap()));
             scope.spawn(|| {
-                let mut got = vec![0; MUCH];
+                let mut got = vec![0; much];
                 far.read_exact(&mut got).unwrap();
                 assert!(got == data);
             });
         }
     });
+}
+
+#[test]
+fn both_directions_carry_much_at_once() {
+    let bed = Bed::new();
+    let (client, server) = bed.pair();
+    exchange(&client, &server, MUCH);
     for channel in [&client, &server] {
         assert!(channel.is_encrypted());
         let counters = channel.counters();
         // Of the payload; the first byte was the bed's.
         assert_eq!(counters.bytes_in + counters.bytes_out, 2 * MUCH as u64 + 1);
     }
+}
+
+#[test]
+fn both_ends_renew_their_keys_while_they_write_and_read() {
+    let bed = Bed::new();
+    let often = |tls: Tls| with(tls.key_update_after(20));
+    let (at_client, at_server) = (Tls::client(bed.folder(), None), Tls::server(bed.folder(), true));
+    let (client, server) = connected(&often(at_server.unwrap()), &often(at_client.unwrap())).unwrap();
+    exchange(&client, &server, 4 << 20);
+    drop(client);
+    assert_eq!(server.read(&mut [0; 10]).unwrap(), 0);
 }
 
 #[test]
@@ -94,8 +110,10 @@ fn memory_that_is_written_meanwhile_is_written_and_read() {
     });
 }
 
-/// Looks at bytes before they are read; nothing has come yet.
-pub(crate) fn peek_and_read(client: &Channel, server: &Channel) {
+#[test]
+fn what_is_peeked_at_is_got_all_the_same() {
+    let bed = Bed::new();
+    let (client, server) = bed.pair();
     assert_eq!(server.peek(&mut [0; 8]).unwrap(), None);
     // Two records.
     client.write_all(b"QE").unwrap();
@@ -111,13 +129,6 @@ pub(crate) fn peek_and_read(client: &Channel, server: &Channel) {
     server.read_exact(&mut all).unwrap();
     assert_eq!(&all, b"QEVM and more");
     assert_eq!(server.peek(&mut first).unwrap(), None);
-}
-
-#[test]
-fn what_is_peeked_at_is_got_all_the_same() {
-    let bed = Bed::new();
-    let (client, server) = bed.pair();
-    peek_and_read(&client, &server);
 }
 
 #[test]
@@ -300,9 +311,11 @@ proptest! {
 }
 
 /// The client's write is held back by a rate limit, between two of its calls, when a third thread ends its direction.
-pub(crate) fn shut_down_amid_a_write(server: &Options, client: Options) {
-    let client = Options { rate_limit: Some(RateLimit::new(NonZeroU64::new(1_000_000))), ..client };
-    let (client, server) = connected(server, &client).unwrap();
+#[test]
+fn a_shutdown_amid_a_write_does_not_announce_the_end() {
+    let bed = Bed::new();
+    let slow = Options { rate_limit: Some(RateLimit::new(NonZeroU64::new(1_000_000))), ..bed.client() };
+    let (client, server) = connected(&bed.server(), &slow).unwrap();
     thread::scope(|scope| {
         let writes = scope.spawn(|| client.write_all(&pattern(10_000_000)));
         let reads = scope.spawn(|| {
@@ -323,10 +336,4 @@ pub(crate) fn shut_down_amid_a_write(server: &Options, client: Options) {
         let error = reads.join().unwrap();
         assert!(error.lacks_close_notify(), "{error}");
     });
-}
-
-#[test]
-fn a_shutdown_amid_a_write_does_not_announce_the_end() {
-    let bed = Bed::new();
-    shut_down_amid_a_write(&bed.server(), bed.client());
 }

@@ -2,26 +2,13 @@
 
 use std::path::PathBuf;
 
-use clap::builder::TypedValueParser;
 use clap::{ArgAction, Args};
-use limosa_channel::{ChannelError, KernelTls, Tls, Uri};
-use limosa_console::{named_values, on_off_parser};
+use limosa_channel::{ChannelError, Tls, Uri};
+use limosa_console::on_off_parser;
 
 /// Said where a connection cannot be encrypted.
 const NOT_THERE: &str =
     "--tls-creds needs tcp:HOST:PORT or unix:PATH; encrypt commands and descriptors by their own means";
-
-/// Said where the kernel cannot encrypt one.
-const NO_TCP: &str = "--tls-kernel on needs tcp:HOST:PORT: the kernel encrypts only TCP";
-
-/// Whether the kernel encrypts and decrypts.
-fn kernel_tls() -> impl TypedValueParser<Value = KernelTls> {
-    named_values([
-        (KernelTls::Off, "off", "No: limosa does"),
-        (KernelTls::Auto, "auto", "Over TCP, if the kernel has TLS and can renew keys (Linux 6.14); else limosa does"),
-        (KernelTls::On, "on", "Yes; fails if that is not possible"),
-    ])
-}
 
 /// For the end that connects.
 #[derive(Debug, Args)]
@@ -34,10 +21,6 @@ pub(crate) struct TlsClientArgs {
     /// Host name expected in the server's certificate; default: HOST of tcp:HOST:PORT (QEMU's tls-hostname)
     #[arg(long, value_name = "NAME", requires = "tls_creds")]
     pub(crate) tls_hostname: Option<String>,
-
-    /// Whether the kernel encrypts and decrypts the connection
-    #[arg(long, value_parser = kernel_tls(), value_name = "WHEN", default_value = "off", requires = "tls_creds")]
-    pub(crate) tls_kernel: KernelTls,
 }
 
 /// For the end that listens.
@@ -51,10 +34,6 @@ pub(crate) struct TlsServerArgs {
     /// Whether clients must present a certificate (the verify-peer of QEMU's tls-creds-x509)
     #[arg(long, value_parser = on_off_parser(), action = ArgAction::Set, value_name = "TLS_VERIFY_PEER", default_value = "on", requires = "tls_creds")]
     pub(crate) tls_verify_peer: bool,
-
-    /// Whether the kernel encrypts and decrypts the connection
-    #[arg(long, value_parser = kernel_tls(), value_name = "WHEN", default_value = "off", requires = "tls_creds")]
-    pub(crate) tls_kernel: KernelTls,
 }
 
 impl TlsClientArgs {
@@ -63,7 +42,6 @@ impl TlsClientArgs {
         match uri {
             _ if self.tls_creds.is_none() => None,
             Uri::Tcp { .. } => None,
-            Uri::Unix(_) | Uri::Vsock { .. } if self.tls_kernel == KernelTls::On => Some(NO_TCP),
             Uri::Unix(_) | Uri::Vsock { .. } if self.tls_hostname.is_some() => None,
             Uri::Unix(_) => Some("--tls-creds over unix:PATH needs --tls-hostname: a path names no host"),
             Uri::Vsock { .. } => Some("--tls-creds over vsock:CID:PORT needs --tls-hostname: a number names no host"),
@@ -73,8 +51,7 @@ impl TlsClientArgs {
 
     /// The credentials, read and found to be good.
     pub(crate) fn read(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.with_kernel_tls(self.tls_kernel));
-        self.tls_creds.as_ref().map(read).transpose()
+        self.tls_creds.as_ref().map(|folder| Tls::client(folder, self.tls_hostname.as_deref())).transpose()
     }
 }
 
@@ -83,7 +60,6 @@ impl TlsServerArgs {
     pub(crate) fn contradiction(&self, uri: &Uri) -> Option<&'static str> {
         match uri {
             _ if self.tls_creds.is_none() => None,
-            Uri::Unix(_) | Uri::Vsock { .. } if self.tls_kernel == KernelTls::On => Some(NO_TCP),
             Uri::Tcp { .. } | Uri::Unix(_) | Uri::Vsock { .. } => None,
             _ => Some(NOT_THERE),
         }
@@ -91,8 +67,7 @@ impl TlsServerArgs {
 
     /// The credentials, read and found to be good.
     pub(crate) fn read(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::server(folder, self.tls_verify_peer)?.with_kernel_tls(self.tls_kernel));
-        self.tls_creds.as_ref().map(read).transpose()
+        self.tls_creds.as_ref().map(|folder| Tls::server(folder, self.tls_verify_peer)).transpose()
     }
 }
 
@@ -106,10 +81,8 @@ mod tests {
         let client = |tls_hostname: Option<&str>| TlsClientArgs {
             tls_creds: folder.clone(),
             tls_hostname: tls_hostname.map(str::to_owned),
-            tls_kernel: KernelTls::Auto,
         };
-        let tls_kernel = KernelTls::Auto;
-        let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: true, tls_kernel };
+        let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: true };
         for (uri, named, unnamed, listening) in [
             ("tcp:host:1", true, true, true),
             ("unix:/a", true, false, true),
@@ -121,16 +94,7 @@ mod tests {
             assert_eq!(client(Some("host")).contradiction(&uri).is_none(), named, "{uri}");
             assert_eq!(client(None).contradiction(&uri).is_none(), unnamed, "{uri}");
             assert_eq!(server.contradiction(&uri).is_none(), listening, "{uri}");
-            assert_eq!(TlsClientArgs { tls_creds: None, tls_hostname: None, tls_kernel }.contradiction(&uri), None);
-            let tcp = matches!(uri, Uri::Tcp { .. });
-            let tls_kernel = KernelTls::On;
-            assert_eq!(
-                TlsClientArgs { tls_kernel, ..client(Some("host")) }.contradiction(&uri).is_none(),
-                tcp,
-                "{uri}"
-            );
-            let server = TlsServerArgs { tls_creds: folder.clone(), tls_verify_peer: true, tls_kernel };
-            assert_eq!(server.contradiction(&uri).is_none(), tcp, "{uri}");
+            assert_eq!(TlsClientArgs { tls_creds: None, tls_hostname: None }.contradiction(&uri), None);
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::builder::TypedValueParser;
 use clap::{ArgAction, Args, Parser, Subcommand};
-use limosa_channel::{KernelTls, ZeroCopy};
+use limosa_channel::ZeroCopy;
 use limosa_console::{named_values, on_off_parser, parse};
 use limosa_demo::guest::GuestKind;
 use limosa_demo::guest::LogKind;
@@ -156,10 +156,6 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_name = "NAME", requires = "tls_creds")]
     pub(crate) tls_hostname: Option<String>,
 
-    /// Whether the kernel encrypts and decrypts the connections
-    #[arg(long, value_parser = kernel_tls(), value_name = "WHEN", default_value = "off", requires = "tls_creds")]
-    pub(crate) tls_kernel: KernelTls,
-
     /// Draw the rounds over time: remaining memory, rates, downtime
     #[arg(long, value_name = "F.svg")]
     pub(crate) write_trace: Option<PathBuf>,
@@ -224,7 +220,6 @@ impl DemoLiveArgs {
             give_up: self.give_up,
             tls_creds: self.tls_creds.clone(),
             tls_hostname: self.tls_hostname.clone(),
-            tls_kernel: self.tls_kernel,
             ..Settings::default()
         }
     }
@@ -260,18 +255,6 @@ fn give_up() -> impl TypedValueParser<Value = TimeoutStrategy> {
         (TimeoutStrategy::Cancel, "cancel", "Cancel the migration; the guest stays at the source"),
         (TimeoutStrategy::Pause, "pause", "Pause the guest, however long the downtime"),
         (TimeoutStrategy::Postcopy, "postcopy", "Continue as postcopy"),
-    ])
-}
-
-fn kernel_tls() -> impl TypedValueParser<Value = KernelTls> {
-    named_values([
-        (KernelTls::Off, "off", "No: the two processes do"),
-        (
-            KernelTls::Auto,
-            "auto",
-            "Over TCP, if the kernel has TLS and can renew keys (Linux 6.14); else the processes do",
-        ),
-        (KernelTls::On, "on", "Yes; fails if that is not possible"),
     ])
 }
 
