@@ -69,9 +69,7 @@ pub(crate) struct Cli {
     pub(crate) verbose: u8,
 }
 
-// Deferred: the options of the other commands are not put together at every start.
 #[derive(Debug, Subcommand)]
-#[command(defer = true)]
 pub(crate) enum Command {
     /// Save a running VM to a file; the VM then continues, unless --stop is given
     Save(SaveArgs),

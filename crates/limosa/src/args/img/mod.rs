@@ -60,7 +60,6 @@ pub(crate) struct ImgArgs {
 }
 
 #[derive(Debug, Subcommand)]
-#[command(defer = true)]
 pub(crate) enum ImgCommand {
     /// Create a new image
     Create(ImgCreateArgs),
