@@ -94,7 +94,7 @@ impl Settings {
     }
 
     /// The part of `self` whose names are in `names` too.
-    pub(crate) fn of_the_names_in(&self, names: &Settings) -> Settings {
+    fn of_the_names_in(&self, names: &Settings) -> Settings {
         let mut part = self.clone();
         part.capabilities.retain(|name, _| names.capabilities.contains_key(name));
         part.parameters.retain(|name, _| names.parameters.contains_key(name));

@@ -29,15 +29,17 @@ impl Monitor {
         let ([status, migration], [kinds, backends]) = (state::questions(), machine::backends_questions());
         let first = [status, migration, kinds, backends, machine::type_question()];
         let [status, migration, kinds, backends, machine] = self.qmp().execute_all(first)?;
+        // Before more is asked: a QEMU that answers nothing would have ten commands waiting.
+        let (status, migration) = state::answers(status, migration)?;
+        let memory_backends = machine::backends_answers(kinds, backends)?;
+        let machine = machine::type_answer(machine)?;
         let ([with_id, without_id], [capabilities, parameters]) = (devices::questions(), settings::questions());
         let second = [with_id, without_id, capabilities, parameters, ram_blocks::question()];
         let [with_id, without_id, capabilities, parameters, ram_blocks] = self.qmp().execute_all(second)?;
-        let (status, migration) = state::answers(status, migration)?;
-        let memory_backends = machine::backends_answers(kinds, backends)?;
         Ok(WaitingQemu {
             status,
             migration,
-            machine: machine::type_answer(machine)?,
+            machine,
             devices: devices::answers([with_id, without_id])?,
             file_backends: self.file_backends_among(&memory_backends)?,
             memory_backends,

@@ -371,11 +371,6 @@ impl Qmp {
         }
     }
 
-    /// Waits for the answer to a started command, as long as for any.
-    pub(crate) fn answer_to(&self, pending: Pending) -> Result<Value, QmpError> {
-        self.finish(pending, self.options.reply_timeout)
-    }
-
     /// Gives up the answer to a started command; it is discarded when it comes.
     #[expect(clippy::needless_pass_by_value, reason = "a command that was given up cannot be waited for")]
     pub fn abandon(&self, pending: Pending) {

@@ -59,7 +59,7 @@ pub(super) fn run(
     }
     let read_ahead = if mapped.is_empty() || !job.options.read_ahead { None } else { read_ahead(job) };
     let wish = settings(by_file, job.options.channels);
-    let change = qemu.settings.change_to(&wish);
+    let change = job.monitor.plan_settings(&wish)?;
     let mut record = job.record(change.undo);
     record.create(job.monitor)?;
     let source = if by_file {

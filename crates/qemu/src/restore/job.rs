@@ -130,16 +130,10 @@ pub(super) struct RestoreJob<'a> {
 }
 
 impl RestoreJob<'_> {
-    /// Has QEMU take a lazily restored VM from `uri`, and start, or not start, the guest by itself as soon as it has
-    /// the devices. In a QEMU that waits for an incoming VM, `cont` and `stop` set just that.
-    pub(super) fn take_lazily(&self, uri: &str) -> Result<(), JobError> {
-        let autostart = if self.runs { "cont" } else { "stop" };
-        let qmp = self.monitor.qmp();
-        // QEMU answers in order: nothing waits for the first answer alone.
-        let pending = qmp.send_command(autostart, Value::Null)?;
-        let listens = self.monitor.migrate_incoming(uri);
-        qmp.answer_to(pending)?;
-        Ok(listens?)
+    /// Before the incoming migration of a lazy restore: makes QEMU start, or not start, the guest by itself as soon as
+    /// it has the devices. In a QEMU that waits for an incoming VM, `cont` and `stop` set just that.
+    pub(super) fn choose_autostart(&self) -> Result<(), JobError> {
+        Ok(if self.runs { self.monitor.cont() } else { self.monitor.stop() }?)
     }
 
     /// How the engine is to send lazily.

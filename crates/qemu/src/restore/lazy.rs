@@ -48,7 +48,6 @@ pub(super) fn run(job: &RestoreJob<'_>, qemu: &WaitingQemu) -> Result<Tried, Job
         ));
     }
     let change = qemu.settings.change_to(&settings(preempt));
-    let rendezvous = Rendezvous::lazy(monitor, job.options.listen.as_ref(), preempt)?;
     let record = job.record(change.undo);
     // It starts while QEMU takes the record.
     let mut watchdog = OptionalWatchdog::start(job);
@@ -58,7 +57,12 @@ pub(super) fn run(job: &RestoreJob<'_>, qemu: &WaitingQemu) -> Result<Tried, Job
     }
     watchdog.remember(&UnfinishedRestore::new(job, &record, preempt));
     let tried = match monitor.apply_settings(&change.set) {
-        Ok(()) => transfer(job, rendezvous, preempt, record).map(|report| Tried::Restored(Box::new(report))),
+        Ok(()) => match Rendezvous::lazy(monitor, job.options.listen.as_ref(), preempt) {
+            Ok(rendezvous) => {
+                transfer(job, rendezvous, preempt, record).map(|report| Tried::Restored(Box::new(report)))
+            }
+            Err(error) => undo(monitor, &record).and(Err(error)),
+        },
         // QEMU looks whether it may use userfaultfd when the capability is set.
         Err(refusal) if refusal.is_refusal() => undo(monitor, &record).map(|()| Tried::Refused(NotLazy::of(&refusal))),
         Err(error) => Err(job.give_up(&record, error.into())),
@@ -143,6 +147,7 @@ fn tell_missing(watch: JobContext<'_>, error: &JobError) {
 
 /// Makes QEMU listen for the stream, and connects.
 fn listen(job: &RestoreJob<'_>, rendezvous: &Rendezvous<'_>) -> Result<Channel, JobError> {
-    job.take_lazily(&rendezvous.uri())?;
+    job.choose_autostart()?;
+    job.monitor.migrate_incoming(&rendezvous.uri())?;
     Ok(rendezvous.connect()?)
 }
