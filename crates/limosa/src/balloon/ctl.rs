@@ -5,6 +5,7 @@
 use limosa_console::quantity;
 use std::cell::{Cell, RefCell};
 use std::process::ExitCode;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
@@ -63,12 +64,12 @@ impl Ctl {
         if !driver || size >= actual {
             return Ok(());
         }
-        let broken = Break::watch()?;
-        let report = match self.fresh_statistics(&broken, SHORT_ANSWER) {
-            Err(error) if broken.came() => return Err(error),
-            Err(_) => return Ok(()),
-            Ok(report) => report,
+        // A signal ends limosa as usual: nothing has been set.
+        let pause = |time| {
+            thread::sleep(time);
+            Ok(())
         };
+        let Ok(report) = self.fresh_statistics(SHORT_ANSWER, pause) else { return Ok(()) };
         let available = report.get("stats").and_then(|stats| stats.get("available-memory")).and_then(Value::as_u64);
         let Some(used) = available.map(|available| actual.saturating_sub(available)) else { return Ok(()) };
         if size < used {
@@ -197,7 +198,7 @@ impl Ctl {
     fn stats(&self, watch: Option<Duration>) -> anyhow::Result<()> {
         let broken = Break::watch()?;
         loop {
-            let report = match self.fresh_statistics(&broken, ANSWER) {
+            let report = match self.fresh_statistics(ANSWER, |time| broken.pause(time)) {
                 // Who watches ends it by a signal: that is no failure.
                 Err(_) if watch.is_some() && broken.came() => return Ok(()),
                 report => report?,
@@ -222,8 +223,12 @@ impl Ctl {
         }
     }
 
-    /// Asks the guest for new statistics, and waits for them for so long.
-    fn fresh_statistics(&self, broken: &Break, patience: Duration) -> anyhow::Result<Value> {
+    /// Asks the guest for new statistics, and waits for them for so long, with `pause` between two looks.
+    fn fresh_statistics(
+        &self,
+        patience: Duration,
+        pause: impl Fn(Duration) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Value> {
         let before = self.ask("query-balloon-stats", json!({ "refresh": true }))?;
         let asked = Instant::now();
         loop {
@@ -237,7 +242,7 @@ impl Ctl {
                     patience.as_secs()
                 );
             }
-            broken.pause(TICK)?;
+            pause(TICK)?;
         }
     }
 
@@ -362,7 +367,7 @@ impl Break {
             if rest.is_zero() {
                 return Ok(());
             }
-            std::thread::sleep(rest.min(Duration::from_millis(20)));
+            thread::sleep(rest.min(Duration::from_millis(20)));
         }
     }
 }
