@@ -45,6 +45,8 @@ struct Case {
     postcopy: Option<Option<u32>>,
     /// The memory of both ends.
     blocks: fn() -> Vec<BlockOptions>,
+    /// Bytes to the destination before which a cut is made.
+    reach: u64,
     /// The course of every attempt.
     trace: Vec<String>,
     endings: Endings,
@@ -57,6 +59,7 @@ impl Case {
             drawn: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
             postcopy,
             blocks,
+            reach: 2 << 20,
             trace: Vec::new(),
             endings: Endings::default(),
         }
@@ -85,7 +88,7 @@ impl Case {
             let cut = match self.next(8) {
                 _ if attempts > 5 => None,
                 0 => Some(CutAt { way: Way::ToSource, offset: self.next(80) }),
-                _ => Some(CutAt { way: Way::ToDestination, offset: self.next(2 << 20) }),
+                _ => Some(CutAt { way: Way::ToDestination, offset: self.next(self.reach) }),
             };
             match self.attempt(vms, ends, cut, &guest) {
                 Ok(vm) => break vm,
@@ -201,7 +204,7 @@ fn a_postcopy_from_huge_pages_into_huge_pages_that_is_cut_at_any_byte_leaves_the
     let seeds = seeds(3001, 40);
     for seed in seeds.clone() {
         let rounds = u32::try_from(seed % 4).ok().filter(|rounds| *rounds < 2);
-        let mut case = Case { blocks: huge_blocks, ..Case::new(seed, Some(rounds)) };
+        let mut case = Case { blocks: huge_blocks, reach: 6 << 20, ..Case::new(seed, Some(rounds)) };
         case.run();
         recovered += case.endings.recovered;
     }
