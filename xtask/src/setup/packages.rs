@@ -90,7 +90,8 @@ pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
 /// Has mmdebstrap fill `root` from a suite of the machine's own mirror; `folder` is where its file of sources goes.
 pub(crate) fn bootstrap(machine: &Machine, suite: &str, options: &[&str], folder: &Path, root: &Path) -> Result<()> {
     let (file, text) = sources::with_suite(&machine.sources, &machine.codename, suite)?;
-    let list = folder.join(file.file_name().context("a file of apt sources")?);
+    // The system keeps its name: one of ours would look as if a package had left it there.
+    let list = folder.join("archive").with_extension(file.extension().context("a file of apt sources")?);
     std::fs::write(&list, text).with_context(|| format!("writing {}", list.display()))?;
     let mut bootstrap = Command::new("mmdebstrap");
     // The archive's list of a suite that has ended is past its date.
