@@ -42,6 +42,7 @@ fn a_linux_guest_goes_on_with_its_disk_when_its_server_was_killed_and_started_ag
             // Not a measure: any moment will do.
             thread::sleep(Duration::from_millis(chance.below(400)));
             kill9(serving.pid()).unwrap();
+            bed.wait_unlocked("disk");
             serving = bed.serve("nbd", &["disk"]);
             writer.join().unwrap().unwrap_or_else(|error| panic!("kill {kill}: {error:#}"));
         });
