@@ -50,6 +50,11 @@ impl ProcessIdentity {
         Some(Self { pid, started, pid_scope: place(), name })
     }
 
+    /// Whether both are the same process; its name may have changed.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        (self.pid, self.started, &self.pid_scope) == (other.pid, other.started, &other.pid_scope)
+    }
+
     /// Whether the process lives now. A process that has ended but was not reaped counts as dead.
     #[must_use]
     pub fn liveness(&self) -> Liveness {

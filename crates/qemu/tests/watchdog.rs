@@ -38,6 +38,7 @@ const TESTS: &[(&str, fn())] = &[
     ("a_job_killed_in_the_middle_of_sending_a_command_is_undone", killed_while_sending),
     ("a_job_killed_in_the_middle_of_reading_an_answer_is_undone", killed_while_reading),
     ("a_job_killed_before_it_placed_its_record_changes_nothing", killed_before_record),
+    ("a_job_of_another_process_of_the_same_number_is_left_alone", killed_beside_a_job_of_the_same_number),
     ("a_restore_killed_before_it_began_leaves_a_usable_qemu", restore_killed_early),
     ("a_lazy_restore_killed_half_way_is_kept_for_recovery", lazy_restore_killed),
     ("a_watchdog_that_is_told_goes_and_touches_nothing", report),
@@ -101,7 +102,14 @@ fn job(arguments: &[OsString]) -> ExitCode {
     let kind = if restore { JobKind::Restore } else { JobKind::Save };
     let mut record = JobRecord::new(kind, Uuid::from_u128(1), &file, was_running || restore, change.undo);
     record.descriptors = vec!["limosa".to_owned()];
+    if scenario == "same-number" {
+        // Of a process that had this number before, or has it in another container.
+        record.process.started += 1;
+    }
     record.create(&monitor).unwrap();
+    if scenario == "same-number" {
+        arrive();
+    }
     monitor.apply_settings(&change.set).unwrap();
     match scenario {
         "restore-early" => arrive(),
@@ -324,6 +332,13 @@ fn undecided() {
     assert_eq!(resumed.takeover.outcome, Outcome::Running);
     assert!(resumed.why.contains("may run elsewhere"), "{}", resumed.why);
     assert_undone(&monitor, &before);
+}
+
+fn killed_beside_a_job_of_the_same_number() {
+    let stock = Stock::start(&[]);
+    drop(before(&stock));
+    let monitor = kill_at(&stock, "same-number");
+    assert!(JobRecord::read(&monitor).unwrap().is_some(), "the job of another process is left alone");
 }
 
 fn killed_while_sending() {

@@ -18,6 +18,7 @@ use crate::conflict::Conflict;
 use crate::job::JobError;
 use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::Monitor;
+use crate::process::ProcessIdentity;
 use crate::qmp::{Options, Qmp, QmpError};
 use crate::restore::unfinished::{KeptSnapshot, Recovery, UnfinishedRestore};
 use crate::takeover::{Actor, Outcome, take_over_holding};
@@ -89,9 +90,12 @@ struct Peer<'a> {
 }
 
 fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
-    let [monitor, qemu, pid] = arguments else { return Err(ChildError::Usage) };
+    let [monitor, qemu, started, pid] = arguments else { return Err(ChildError::Usage) };
     let monitor = monitor.to_string_lossy().into_owned();
+    let started = started.to_str().and_then(|started| started.parse().ok()).ok_or(ChildError::Usage)?;
     let pid = pid.to_str().and_then(|pid| pid.parse().ok()).ok_or(ChildError::Usage)?;
+    // Another container's limosa may have the same number, and a later one of this container, too.
+    let watched = ProcessIdentity { pid, started, ..ProcessIdentity::own() };
     let qemu = match qemu.to_str().ok_or(ChildError::Usage)? {
         UNKNOWN_PROCESS => None,
         qemu => Some(qemu.parse().map_err(|_| ChildError::Usage)?),
@@ -125,7 +129,7 @@ fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
                 Some(kept) => adopt(kept?, socket, &monitor),
                 None => {
                     let peer = Peer { monitor: &monitor, process: qemu, disk_servers: &disk_servers };
-                    rescue(socket, peer, pid, &held, advice)
+                    rescue(socket, peer, &watched, &held, advice)
                 }
             };
             if let Some(path) = temporary {
@@ -215,7 +219,13 @@ fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), Child
 }
 
 /// Takes the VM of a dead limosa over.
-fn rescue(socket: OwnedFd, peer: Peer<'_>, pid: u32, held: &HeldConnections, advice: Advice) -> Result<(), ChildError> {
+fn rescue(
+    socket: OwnedFd,
+    peer: Peer<'_>,
+    watched: &ProcessIdentity,
+    held: &HeldConnections,
+    advice: Advice,
+) -> Result<(), ChildError> {
     // Also if the monitor does not answer.
     held.release_in(HOLD);
     let qmp = match Qmp::adopt(socket, peer.monitor, &Options { reply_timeout: REPLY, ..Options::default() }) {
@@ -231,7 +241,7 @@ fn rescue(socket: OwnedFd, peer: Peer<'_>, pid: u32, held: &HeldConnections, adv
     let record = match JobRecord::read(&monitor) {
         // The job had not begun, or was over; or the monitor's QEMU belongs to another's job.
         Ok(None) => return Ok(()),
-        Ok(Some(record)) if record.process.pid != pid => return Ok(()),
+        Ok(Some(record)) if !record.process.is_same(watched) => return Ok(()),
         Ok(Some(record)) => record,
         Err(JobRecordError::Qmp(error)) if error.is_gone() => return Ok(()),
         Err(other) => return Err(other.into()),

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::UNKNOWN_PROCESS;
+use crate::process::ProcessIdentity;
 use crate::qmp::{Qmp, send};
 
 /// How long a watchdog may take to start.
@@ -86,11 +87,13 @@ impl Watchdog {
     ) -> Result<Self, WatchdogError> {
         let (control, peer) = UnixStream::pair().map_err(WatchdogError::Spawn)?;
         let monitor = qmp.descriptor().try_clone_to_owned().map_err(WatchdogError::Spawn)?;
+        let own = ProcessIdentity::own();
         let child = Command::new(executable)
             .args(arguments)
             .arg(qmp.monitor())
             .arg(qmp.process().map_or_else(|| UNKNOWN_PROCESS.to_owned(), |pid| pid.to_string()))
-            .arg(std::process::id().to_string())
+            .arg(own.started.to_string())
+            .arg(own.pid.to_string())
             .stdin(Stdio::from(OwnedFd::from(peer)))
             .stdout(Stdio::from(monitor))
             .stderr(stderr)
