@@ -23,6 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (target, seeds) in [
         ("main_channel", main_channel()?),
         ("return_path", return_path()?),
+        ("colo", limosa_fuzz::colo::seeds()?),
         ("command", command()?),
         ("mapped_ram", mapped_ram()?),
         ("device_tail", device_tail()?),

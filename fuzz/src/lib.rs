@@ -1,6 +1,7 @@
 //! The inputs that the fuzz targets and their seeds have in common.
 
 pub mod blk;
+pub mod colo;
 pub mod image;
 pub mod nbd;
 pub mod postcopy;

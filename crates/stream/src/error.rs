@@ -194,7 +194,7 @@ pub enum UnsupportedFeature {
         name: String,
     },
     /// Command 8: COLO.
-    #[error("the stream enables COLO (error_kind tolerance by two running VMs)")]
+    #[error("the stream enables COLO (fault tolerance by two running VMs)")]
     Colo,
     /// A target page size other than 4 KiB.
     #[error("target pages of 2^{bits} bytes; only 4096-byte pages (2^12) are supported")]

@@ -23,6 +23,7 @@
 //! | [`DeviceSections`], [`OpaqueSection`], [`FramedSections`] | device sections of a VMM with formats of its own |
 //! | [`GlobalState`] | the section that carries the run state |
 //! | [`postcopy`] | commands of a postcopy source before the guest runs |
+//! | [`colo`] | messages between the checkpoints of a stream |
 //!
 //! # Example
 //!
@@ -66,6 +67,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+pub mod colo;
 mod command;
 pub mod configuration;
 mod cursor;

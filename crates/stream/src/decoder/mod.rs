@@ -111,7 +111,7 @@ pub enum Event {
     /// The first device section begins: everything from the next byte on (consumed is 0) belongs to
     /// [`devices`](crate::devices). Further steps say the same again.
     DeviceTail,
-    /// The byte that ends the sections, in a stream without device sections behind RAM (postcopy).
+    /// The byte that ends the sections, in a stream without device sections behind RAM (postcopy), or in a checkpoint.
     EndOfStream,
 }
 
@@ -122,12 +122,14 @@ pub struct DecoderOptions {
     pub base: u64,
     /// Longest package that is accepted, in bytes. At most 1 GiB is sensible.
     pub tail_limit: u64,
+    /// Whether a stream may enable COLO: checkpoints follow it then. Otherwise such a stream is refused.
+    pub colo: bool,
 }
 
 impl Default for DecoderOptions {
-    /// Stream at the beginning of the file, packages up to 1 GiB.
+    /// Stream at the beginning of the file, packages up to 1 GiB, no COLO.
     fn default() -> Self {
-        Self { base: 0, tail_limit: 1 << 30 }
+        Self { base: 0, tail_limit: 1 << 30, colo: false }
     }
 }
 
@@ -150,7 +152,8 @@ enum State {
 /// exists and contains the page. The step of a page that continues in its block allocates nothing and looks nothing up.
 ///
 /// It decodes precopy, postcopy and background-snapshot streams up to the device sections, and the RAM part of a
-/// mapped-ram file, where the caller jumps as [`Event::MappedRamBlock`] says.
+/// mapped-ram file, where the caller jumps as [`Event::MappedRamBlock`] says. Behind a base it decodes the pages of each
+/// [checkpoint](Self::next_checkpoint).
 #[derive(Debug, Clone)]
 pub struct Decoder {
     state: State,
@@ -171,6 +174,8 @@ pub struct Decoder {
     page_sizes: u64,
     /// Bare records: no header, no sections (the preempt channel).
     bare: bool,
+    /// The RAM part of a checkpoint: no device sections in it.
+    checkpoint: bool,
 }
 
 impl Default for Decoder {
@@ -206,6 +211,7 @@ impl Decoder {
             addresses: false,
             page_sizes: 0,
             bare: false,
+            checkpoint: false,
         }
     }
 
@@ -235,6 +241,25 @@ impl Decoder {
             ram_listed: true,
             ..Self::for_preempt_channel(blocks)?
         })
+    }
+
+    /// Continues with the RAM part of a checkpoint, behind a base that ended with [`Event::DeviceTail`] or behind the
+    /// checkpoint before. `passed` is the number of bytes between: those that the caller took without showing them to
+    /// the decoder, up to and including the message [`VmstateSend`](crate::colo::ColoMessage::VmstateSend).
+    /// [`Event::EndOfStream`] ends the part.
+    ///
+    /// The block of the last page stays the current one: the first page of a checkpoint may continue in it. (Fact, QEMU
+    /// 10.0 and 11.1: it always does.)
+    ///
+    /// # Errors
+    /// The decoder is in the middle of a part, or its stream may not enable COLO: a bug of the caller.
+    pub fn next_checkpoint(&mut self, passed: u64) -> Result<(), StreamError> {
+        let between = matches!(self.state, State::Devices | State::Ended) && !self.bare && !self.mapped;
+        self.check(between && self.options.colo, "a checkpoint follows a base or a checkpoint")?;
+        self.offset = self.offset.saturating_add(passed);
+        self.state = State::Outer;
+        self.checkpoint = true;
+        Ok(())
     }
 
     /// Bytes from the beginning of the stream to the next byte to be decoded (payloads that the caller takes are

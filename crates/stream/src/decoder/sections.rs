@@ -46,6 +46,10 @@ impl Decoder {
                 self.state = State::Records;
                 Ok(if kind == SectionKind::Part { Event::SectionPart { id } } else { Event::SectionEnd { id } })
             }
+            Some(SectionKind::Full) if self.checkpoint => {
+                let what = "a RAM section (0x03), a command (0x08) or the end (0x00) of a checkpoint's pages";
+                Err(Stop::Fail { at: 0, error_kind: ErrorKind::expected(what, format_args!("{byte:#04x}")) })
+            }
             Some(SectionKind::Full) => self.device_tail(cursor),
             None if byte == section::EOF => {
                 cursor.u8()?;
@@ -120,7 +124,7 @@ impl Decoder {
                 }
                 return Ok(Event::Package { length: *length });
             }
-            Command::EnableColo => {
+            Command::EnableColo if !self.options.colo => {
                 return Err(Stop::Fail { at: 0, error_kind: ErrorKind::Unsupported(UnsupportedFeature::Colo) });
             }
             Command::PostcopyAdvise(Some(sizes)) => self.page_sizes = sizes.summary & !PAGE_SIZE,

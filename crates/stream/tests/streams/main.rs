@@ -1,5 +1,6 @@
 //! The migration stream from outside.
 
+mod colo;
 mod device_tail;
 mod early;
 mod mapped_ram;
