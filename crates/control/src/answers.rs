@@ -144,6 +144,7 @@ pub(crate) fn status(phase: Phase) -> &'static str {
         Phase::Active => "active",
         Phase::Device | Phase::Completing => "device",
         Phase::PostcopyActive => "postcopy-active",
+        Phase::Colo => "colo",
         Phase::Completed => "completed",
     }
 }

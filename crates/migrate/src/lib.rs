@@ -82,6 +82,38 @@ pub use live::{
     IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrationParams, VmError,
 };
 
+/// Checkpoints of a VM that runs elsewhere, as QEMU's capability `x-colo` makes them.
+///
+/// A [`Destination`](stored::Destination) with the option [`colo`](stored::DestinationOptions::colo) receives the base,
+/// the whole VM. The [`Checkpoints`](checkpoints::Checkpoints) behind it bring what has changed since, in turns.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use limosa_channel::Channel;
+/// use limosa_migrate::checkpoints::NextCheckpoint;
+/// use limosa_migrate::stored::{Destination, DestinationOptions, PageSink};
+/// use limosa_migrate::{Handle, MigrateError};
+///
+/// /// Keeps the VM's last checkpoint until its primary ends the series.
+/// fn keep(sink: &mut (dyn PageSink + Send), channel: Channel) -> Result<u64, MigrateError> {
+///     let options = DestinationOptions { colo: true, ..DestinationOptions::default() };
+///     let base = Destination::new(sink, channel, &Handle::new()).options(options).run()?;
+///     let mut checkpoints = base.into_checkpoints()?;
+///     checkpoints.begin()?;
+///     while checkpoints.wait_request(None)? == NextCheckpoint::Requested {
+///         checkpoints.reply()?; // The VM stops,
+///         let checkpoint = checkpoints.receive(sink, Some(Duration::from_secs(1)))?;
+///         checkpoints.loaded()?; // and continues.
+///         println!("checkpoint {}: {} pages", checkpoint.number, checkpoint.stats.normal_pages);
+///     }
+///     Ok(checkpoints.received())
+/// }
+/// ```
+pub mod checkpoints {
+    pub use crate::destination::{Checkpoint, CheckpointStats, Checkpoints, NextCheckpoint};
+}
+
 /// Several channels of one migration, as QEMU's capability `multifd` has them.
 ///
 /// A source is given its channels with [`LiveSource::channels`] or

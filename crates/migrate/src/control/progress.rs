@@ -18,10 +18,12 @@ pub enum Phase {
     Device = 2,
     /// The guest runs at the destination; pages follow.
     PostcopyActive = 3,
+    /// Checkpoints follow each other; the VM runs at the source between them.
+    Colo = 4,
     /// All has been handed over; the other side has yet to confirm, or the file is yet to be made durable.
-    Completing = 4,
+    Completing = 5,
     /// Done.
-    Completed = 5,
+    Completed = 6,
 }
 
 impl Phase {
@@ -31,7 +33,8 @@ impl Phase {
             1 => Self::Active,
             2 => Self::Device,
             3 => Self::PostcopyActive,
-            4 => Self::Completing,
+            4 => Self::Colo,
+            5 => Self::Completing,
             _ => Self::Completed,
         }
     }

@@ -41,6 +41,15 @@ impl Buffer {
         self.start = self.end.min(self.start + count);
     }
 
+    /// Moves the bytes that have arrived and are not decoded to the front. No slice may be in use: nothing that was
+    /// decoded before stays in its place.
+    pub(super) fn move_to_front(&mut self) -> Result<(), BrokenInvariant> {
+        invariant(self.start <= self.end && self.end <= self.bytes.len(), "bytes that have arrived are in the buffer")?;
+        self.bytes.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.len());
+        Ok(())
+    }
+
     /// Whether `count` more bytes behind `start` would not fit into this buffer.
     pub(super) fn is_short_of(&self, count: usize) -> bool {
         self.bytes.len() - self.start < count

@@ -41,13 +41,14 @@ impl Receiver<'_> {
         let (tail, devices) = self.read_devices(self.decoder.offset())?;
         self.stats.device_bytes = to_u64(tail.len());
         self.stats.device_elapsed = begun.elapsed();
-        self.role.progress.set_phase(control::Phase::Completing);
+        let next = if self.colo { control::Phase::Colo } else { control::Phase::Completing };
+        self.role.progress.set_phase(next);
         Ok(Phase::Whole(Whole { start, tail, devices }))
     }
 
     /// Has the device sections loaded, with every page in its place, and tells the source.
     fn ready(&mut self, sections: &[u8]) -> Result<(), MigrateError> {
-        if let Some(hooks) = self.role.hooks {
+        if let Some(hooks) = self.hooks {
             hooks.load(sections)?;
         }
         let before = self.role.channel.counters().bytes_out;

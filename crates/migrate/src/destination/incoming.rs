@@ -5,7 +5,9 @@ use std::sync::Arc;
 use limosa_channel::{Channel, ChannelError};
 use limosa_stream::{CompleteTail, Decoder, ReturnMessage};
 
+use super::colo::Checkpoints;
 use super::options::{DestinationStats, TAIL_TIMEOUT};
+use super::receiver::Receiver;
 use crate::error::MigrateError;
 use crate::pages::StreamSetup;
 
@@ -25,6 +27,8 @@ pub struct ReceivedStream {
     pub(super) _pages: Vec<Arc<Channel>>,
     pub(super) owner: Ownership,
     pub(super) return_path: bool,
+    /// Continues with checkpoints, if the source has enabled COLO.
+    pub(super) receiver: Option<Box<Receiver<'static>>>,
 }
 
 /// The way in which a source gives its VM away.
@@ -96,6 +100,17 @@ impl ReceivedStream {
             // What is no socket cannot be asked.
             Ok(None) | Err(_) => SourceNow::Waits,
         }
+    }
+
+    /// Continues with the checkpoints that follow the stream of a source with COLO. Neither
+    /// [`acknowledge`](Self::acknowledge) nor [`refuse`](Self::refuse) may have been called.
+    ///
+    /// # Errors
+    /// The source did not enable COLO: its stream is that of an ordinary migration.
+    pub fn into_checkpoints(mut self) -> Result<Checkpoints, MigrateError> {
+        let not_enabled = || MigrateError::Protocol("the source did not enable COLO (capability x-colo)".into());
+        let receiver = self.receiver.take().ok_or_else(not_enabled)?;
+        Ok(Checkpoints::new(self, *receiver))
     }
 
     /// Tells the source that all is well: its VM is now this side's.

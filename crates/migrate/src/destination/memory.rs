@@ -1,5 +1,6 @@
 //! The phases before the device sections: the layout, and the pages on all channels.
 
+use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use super::page_writer::{PageCounts, PageWriter, WriterHandle};
 use super::phase::{Package, Phase};
 use super::receiver::Receiver;
 use super::sync::MultifdSync;
-use crate::control;
+use crate::control::{self, MovedPages};
 use crate::error::MigrateError;
 use crate::pages::{PageSink, StreamSetup};
 
@@ -35,11 +36,31 @@ enum Joins {
     BySection,
 }
 
+/// The part of a stream that pages belong to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    /// The stream up to its device sections.
+    Stream,
+    /// A checkpoint behind it.
+    Checkpoint,
+}
+
+/// The place where pages end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PagesEnd {
+    /// At the first device section.
+    Devices,
+    /// At a package of this number of bytes.
+    Package(u32),
+    /// At the byte that ends the sections of a checkpoint.
+    EndOfSections,
+}
+
 impl Receiver<'_> {
     /// Reads the layout, and has the VM and the sink accept it.
     pub(super) fn layout<S: PageSink + Send + ?Sized>(&mut self, sink: &mut S) -> Result<Phase, MigrateError> {
         let start = self.read_layout()?;
-        if let Some(hooks) = self.role.hooks {
+        if let Some(hooks) = self.hooks {
             hooks.begin(&start, self.advised)?;
         }
         sink.begin(&start).map_err(MigrateError::Sink)?;
@@ -82,7 +103,26 @@ impl Receiver<'_> {
         start: StreamSetup,
         sink: &mut S,
     ) -> Result<Phase, MigrateError> {
-        let role = self.role;
+        let (end, moved) = self.pages(&start, sink, Part::Stream)?;
+        self.stats.normal_pages = moved.normal;
+        self.stats.zero_pages = moved.zero;
+        self.stats.resent_pages = moved.resent;
+        self.role.progress.set_phase(control::Phase::Device);
+        match end {
+            PagesEnd::Devices => Ok(Phase::DeviceState(start)),
+            PagesEnd::Package(length) => Ok(Phase::Package(Package { start, length })),
+            PagesEnd::EndOfSections => Err(broken_invariant("only a checkpoint's pages end without devices").into()),
+        }
+    }
+
+    /// Reads the pages of a stream or of a checkpoint, on all channels.
+    pub(super) fn pages<S: PageSink + Send + ?Sized>(
+        &mut self,
+        start: &StreamSetup,
+        sink: &mut S,
+        part: Part,
+    ) -> Result<(PagesEnd, MovedPages), MigrateError> {
+        let role = Arc::clone(&self.role);
         let counts = PageCounts::new(&role.progress);
         let context = ReaderContext {
             blocks: multifd::by_name(&start.blocks),
@@ -96,8 +136,8 @@ impl Receiver<'_> {
             channels: &role.pages,
             control: &role.control,
         };
-        let package = thread::scope(|scope| {
-            let writer = PageWriter::start(scope, sink, &start, &counts)?;
+        let end = thread::scope(|scope| {
+            let writer = PageWriter::start(scope, sink, start, &counts)?;
             let threads = (0..).zip(&role.pages).map(|(id, channel)| {
                 let reader = PageChannel::new(&context, id, channel, writer.handle(multifd::BUFFER_LEN))?;
                 let thread = thread::Builder::new().name(format!("multifd {id}"));
@@ -105,7 +145,7 @@ impl Receiver<'_> {
                 thread.map_err(|error| MigrateError::Protocol(format!("cannot start a thread: {error}")))
             });
             let (threads, begun) = gathered(threads);
-            let taken = begun.and_then(|()| self.take_pages(&mut writer.handle(BUFFER_LEN), &context.join));
+            let taken = begun.and_then(|()| self.take_pages(&mut writer.handle(BUFFER_LEN), &context.join, part));
             if taken.is_err() {
                 context.give_up();
             }
@@ -134,7 +174,7 @@ impl Receiver<'_> {
             if let Some(failure) = context.join.failure() {
                 return Err(failure);
             }
-            let package = taken.map_err(|error| match error {
+            let end = taken.map_err(|error| match error {
                 // A source with more channels than these finds the others closed, and gives up.
                 MigrateError::Stream(error)
                     if !role.pages.is_empty() && matches!(error.kind(), ErrorKind::Truncated { .. }) =>
@@ -144,27 +184,24 @@ impl Receiver<'_> {
                 error => error,
             })?;
             match loose {
-                None => Ok(package),
+                None => Ok(end),
                 Some(id) => {
                     let what = "it carries pages after the last synchronization point, so it may be incomplete";
                     Err(MigrateError::Multifd { id, source: Box::new(MigrateError::Protocol(what.into())) })
                 }
             }
         })?;
-        let moved = counts.total();
-        self.stats.normal_pages = moved.normal;
-        self.stats.zero_pages = moved.zero;
-        self.stats.resent_pages = moved.resent;
-        self.role.progress.set_phase(control::Phase::Device);
-        Ok(match package {
-            Some(length) => Phase::Package(Package { start, length }),
-            None => Phase::DeviceState(start),
-        })
+        Ok((end, counts.total()))
     }
 
-    /// Reads the main channel up to the first device section, which is left in the buffer; or up to a package, whose
-    /// length it returns.
-    fn take_pages(&mut self, handle: &mut WriterHandle<'_>, join: &MultifdSync) -> Result<Option<u32>, MigrateError> {
+    /// Reads the main channel up to the first device section, which is left in the buffer; or up to a package; or up to
+    /// the end of a checkpoint's pages.
+    fn take_pages(
+        &mut self,
+        handle: &mut WriterHandle<'_>,
+        join: &MultifdSync,
+        part: Part,
+    ) -> Result<PagesEnd, MigrateError> {
         let mut joins = if self.role.pages.is_empty() { Joins::Never } else { Joins::Unknown };
         loop {
             let (consumed, event) = match self.decoder.step(self.buffer.arrived()?)? {
@@ -199,7 +236,7 @@ impl Receiver<'_> {
                 }
                 (Joins::Never | Joins::ByRound, Event::RamEos) => {}
                 (_, Event::EarlyDevice(section)) => self.orders.early_section(section),
-                (_, Event::Command(Command::RamDiscard { block, ranges })) => {
+                (_, Event::Command(Command::RamDiscard { block, ranges })) if part == Part::Stream => {
                     let Some(hooks) = self.postcopy_hooks() else {
                         return Err(MigrateError::SwitchedToPostcopy { offset: self.decoder.offset() });
                     };
@@ -210,14 +247,23 @@ impl Receiver<'_> {
                         .ok_or_else(|| broken_invariant("the decoder lets only discards of known blocks through"))?;
                     hooks.discard(index, &ranges)?;
                 }
+                // Between checkpoints the primary reads nothing but their messages: no other command can be answered.
+                (_, Event::Command(Command::SwitchoverStart)) if part == Part::Checkpoint => {}
+                (_, other @ Event::Command(_)) if part == Part::Checkpoint => return Err(self.unsupported(&other)),
                 (_, Event::Command(command)) => self.obey(&command, self.decoder.offset())?,
                 (_, Event::DeviceTail) => {
                     self.exchange(handle)?;
-                    return Ok(None);
+                    return Ok(PagesEnd::Devices);
+                }
+                (_, Event::EndOfStream) if part == Part::Checkpoint => {
+                    if !self.orders.is_empty() {
+                        self.exchange(handle)?;
+                    }
+                    return Ok(PagesEnd::EndOfSections);
                 }
                 (_, Event::Package { length }) if self.postcopy_hooks().is_some() => {
                     self.exchange(handle)?;
-                    return Ok(Some(length));
+                    return Ok(PagesEnd::Package(length));
                 }
                 (_, Event::SectionPart { .. } | Event::SectionEnd { .. } | Event::SectionFooter { .. }) => {}
                 (_, Event::Package { .. }) => {

@@ -12,10 +12,13 @@
 //! A source that says where its device sections end (PING 6) is answered when every page and every section is in its
 //! place; its stream is whole when its commit (PING 7) has come, and the description behind it.
 //!
+//! A stream that enables COLO is the base of [`Checkpoints`], which follow it on the same channel.
+//!
 //! With [multifd channels](Destination::channels) most pages come on these, each read by a thread of its own, and
 //! meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.
 
 mod buffer;
+mod colo;
 mod devices;
 mod hooks;
 mod incoming;
@@ -32,11 +35,9 @@ mod sync;
 mod unpack;
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use limosa_channel::{Channel, Shutdown};
+use limosa_channel::Channel;
 use limosa_page::broken_invariant;
-use rustix::net::sockopt;
 
 use crate::control::Handle;
 use crate::error::MigrateError;
@@ -44,6 +45,7 @@ use crate::pages::PageSink;
 use phase::{Package, Phase, Whole};
 use receiver::{Receiver, Role};
 
+pub use colo::{Checkpoint, CheckpointStats, Checkpoints, NextCheckpoint};
 pub(crate) use hooks::Hooks;
 pub use incoming::ReceivedStream;
 pub(crate) use incoming::{Broken, Ownership, PostcopySwitchover, Received, SourceNow};
@@ -54,7 +56,8 @@ pub use options::{DestinationOptions, DestinationStats};
 /// The destination role.
 pub struct Destination<'a, S: PageSink + Send + ?Sized> {
     sink: &'a mut S,
-    role: Role<'a>,
+    role: Role,
+    hooks: Option<&'a dyn Hooks>,
 }
 
 impl<S: PageSink + Send + ?Sized> std::fmt::Debug for Destination<'_, S> {
@@ -83,9 +86,8 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
             control,
             progress,
             options: DestinationOptions::default(),
-            hooks: None,
         };
-        Self { sink, role }
+        Self { sink, role, hooks: None }
     }
 
     /// Sets the options.
@@ -106,7 +108,7 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
 
     /// For a VM that waits here for its state.
     pub(crate) fn hooks(mut self, hooks: &'a dyn Hooks) -> Self {
-        self.role.hooks = Some(hooks);
+        self.hooks = Some(hooks);
         self
     }
 
@@ -126,9 +128,10 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
 
     /// Receives a stream up to its end, or to the package of a postcopy.
     pub(crate) fn arrive(self) -> Result<Received, Broken> {
-        let Self { sink, role } = self;
+        let Self { sink, role, hooks } = self;
+        let role = Arc::new(role);
         role.channels().for_each(|channel| role.control.watch(channel));
-        let mut receiver = Receiver::new(&role);
+        let mut receiver = Receiver::new(Arc::clone(&role), hooks);
         let result = receiver.run(sink).and_then(|phase| match phase {
             Phase::Whole(whole) => Ok(End::Whole(whole)),
             Phase::Package(package) => Ok(End::Package(package, receiver.buffer.arrived()?.to_vec())),
@@ -136,7 +139,9 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
                 Err(broken_invariant("a stream that was received has come to its end").into())
             }
         });
-        let Receiver { answered, return_path, decoder, stats, .. } = receiver;
+        let (answered, return_path, stats) = (receiver.answered, receiver.return_path, receiver.stats);
+        let channel = Arc::clone(&role.channel);
+        let pages = role.pages.clone();
         match result {
             Ok(End::Whole(Whole { start, tail, devices })) => {
                 role.control.unwatch();
@@ -145,24 +150,27 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
                     (false, true) => Ownership::Awaited,
                     (false, false) => Ownership::Unanswerable,
                 };
-                let (channel, pages) = (role.channel, role.pages);
-                let incoming =
-                    ReceivedStream { setup: start, tail, devices, stats, channel, _pages: pages, owner, return_path };
+                let receiver = receiver.colo.then(|| Box::new(receiver.for_checkpoints()));
+                let incoming = ReceivedStream {
+                    setup: start,
+                    tail,
+                    devices,
+                    stats,
+                    channel,
+                    _pages: pages,
+                    owner,
+                    return_path,
+                    receiver,
+                };
                 Ok(Received::Whole(Box::new(incoming)))
             }
             Ok(End::Package(Package { start, length }, arrived)) => {
-                let (channel, pages) = (role.channel, role.pages);
+                let decoder = receiver.decoder;
                 let switched = PostcopySwitchover { start, decoder, arrived, length, stats, channel, _pages: pages };
                 Ok(Received::PostcopySwitchover(Box::new(switched)))
             }
             Err(error) => {
-                role.control.unwatch();
-                for channel in role.channels() {
-                    let _ = channel.shutdown(Shutdown::Both);
-                    // All that had come may have been read. Then nothing tells a source over TCP that waits for room
-                    // here that reading has ended: its kernel would probe for a minute or two. A reset does.
-                    let _ = sockopt::set_socket_linger(channel.as_ref(), Some(Duration::ZERO));
-                }
+                role.close();
                 Err(Broken { error: role.control.explain(error), answered })
             }
         }

@@ -23,6 +23,9 @@ pub struct DestinationOptions {
     /// Whether the stream was recorded, so that no source listens. Requests for answers are ignored then, and the
     /// stream ends where the bytes end, however long they take.
     pub recorded: bool,
+    /// Whether the source may enable COLO (QEMU's capability `x-colo`). The stream is then the base of
+    /// [checkpoints](crate::checkpoints), which come on the main channel alone. Otherwise such a stream is refused.
+    pub colo: bool,
     /// The first bytes of the stream, if they were read before to see what it is. At most 1 MiB, the size of the
     /// receive buffer: a longer one is refused.
     pub first_bytes: Vec<u8>,
@@ -35,6 +38,7 @@ impl Default for DestinationOptions {
             answer_timeout: Some(Duration::from_secs(60)),
             end_of_stream_timeout: Duration::from_millis(1),
             recorded: false,
+            colo: false,
             first_bytes: Vec::new(),
         }
     }

@@ -1,9 +1,14 @@
 //! A stream that arrives: its buffer, its decoder, and the answers to its source.
 
+use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use limosa_channel::{Channel, Shutdown};
-use limosa_stream::{Command, Decoder, ErrorKind, Event, PageSizes, ReturnMessage, StreamError, UnsupportedFeature};
+use limosa_stream::{
+    Command, Decoder, DecoderOptions, ErrorKind, Event, PageSizes, ReturnMessage, StreamError, UnsupportedFeature,
+};
+use rustix::net::sockopt;
 
 use super::buffer::Buffer;
 use super::hooks::Hooks;
@@ -14,26 +19,43 @@ use crate::control::{Control, Phase, Progress};
 use crate::error::MigrateError;
 
 /// All of a destination but its sink.
-pub(super) struct Role<'a> {
+pub(super) struct Role {
     pub(super) channel: Arc<Channel>,
     pub(super) pages: Vec<Arc<Channel>>,
     pub(super) multifd: MultifdOptions,
     pub(super) control: Control,
     pub(super) progress: Progress,
     pub(super) options: DestinationOptions,
-    pub(super) hooks: Option<&'a dyn Hooks>,
 }
 
-impl Role<'_> {
+impl Role {
     /// The main channel and the multifd channels.
     pub(super) fn channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
         std::iter::once(&self.channel).chain(&self.pages)
+    }
+
+    /// Closes all channels after a failure, so that the source learns of it.
+    pub(super) fn close(&self) {
+        self.control.unwatch();
+        for channel in self.channels() {
+            let _ = channel.shutdown(Shutdown::Both);
+            // All that had come may have been read. Then nothing tells a source over TCP that waits for room here that
+            // reading has ended: its kernel would probe for a minute or two. A reset does.
+            let _ = sockopt::set_socket_linger(channel.as_ref(), Some(Duration::ZERO));
+        }
+    }
+}
+
+impl fmt::Debug for Receiver<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Receiver").field("offset", &self.decoder.offset()).finish_non_exhaustive()
     }
 }
 
 /// A stream that arrives, and everything that its phases need.
 pub(super) struct Receiver<'a> {
-    pub(super) role: &'a Role<'a>,
+    pub(super) role: Arc<Role>,
+    pub(super) hooks: Option<&'a dyn Hooks>,
     pub(super) buffer: Buffer,
     pub(super) orders: PageWrites,
     pub(super) decoder: Decoder,
@@ -43,28 +65,38 @@ pub(super) struct Receiver<'a> {
     pub(super) advised: Option<PageSizes>,
     /// The source was told that everything is in its place: it may have committed since.
     pub(super) answered: bool,
+    /// The source has enabled COLO: checkpoints follow the stream.
+    pub(super) colo: bool,
     /// Bytes that had come on the multifd channels when this one was last found silent.
     pub(super) heard: u64,
 }
 
 impl<'a> Receiver<'a> {
-    pub(super) fn new(role: &'a Role<'a>) -> Self {
+    pub(super) fn new(role: Arc<Role>, hooks: Option<&'a dyn Hooks>) -> Self {
         Self {
-            role,
+            hooks,
             buffer: Buffer::new(&role.options.first_bytes),
             orders: PageWrites::default(),
-            decoder: Decoder::new(),
+            decoder: Decoder::with_options(DecoderOptions { colo: role.options.colo, ..DecoderOptions::default() }),
             stats: DestinationStats::default(),
             return_path: false,
             advised: None,
             answered: false,
+            colo: false,
             heard: 0,
+            role,
         }
+    }
+
+    /// Keeps the receiver for the checkpoints behind its stream. No VM waits here for them.
+    pub(super) fn for_checkpoints(self) -> Receiver<'static> {
+        let Self { role, buffer, orders, decoder, stats, return_path, advised, answered, colo, heard, .. } = self;
+        Receiver { role, hooks: None, buffer, orders, decoder, stats, return_path, advised, answered, colo, heard }
     }
 
     /// The hooks of a VM that may run here before all its pages have come.
     pub(super) fn postcopy_hooks(&self) -> Option<&'a dyn Hooks> {
-        self.role.hooks.filter(|hooks| self.return_path && hooks.postcopy())
+        self.hooks.filter(|hooks| self.return_path && hooks.postcopy())
     }
 
     pub(super) fn unsupported(&self, event: &Event) -> MigrateError {
@@ -98,6 +130,7 @@ impl<'a> Receiver<'a> {
                 ReturnMessage::Pong(*token).encode(&mut bytes)?;
                 self.role.channel.write_all(&bytes)?;
             }
+            Command::EnableColo if self.role.options.colo => self.colo = true,
             Command::SwitchoverStart => self.role.progress.set_phase(Phase::Device),
             other => {
                 return Err(MigrateError::Unsupported {

@@ -1,8 +1,9 @@
-//! Stored memory, sent and received: precopy, postcopy, multifd.
+//! Stored memory, sent and received: precopy, postcopy, multifd, checkpoints.
 
 #[path = "../model/mod.rs"]
 mod model;
 
+mod checkpoints;
 mod multifd_destination;
 mod multifd_source;
 mod postcopy;
