@@ -69,6 +69,12 @@ impl DeviceBytes {
         &self.bytes
     }
 
+    /// What is behind the end mark: the VM description, from its mark on.
+    pub(crate) fn behind_end_mark(&self) -> &[u8] {
+        let (_, behind) = self.bytes.split_at(self.state.sections_range.end);
+        behind.split_first().map_or(&[], |(_, description)| description)
+    }
+
     /// The sections alone.
     pub(crate) fn sections(&self) -> &[u8] {
         &self.bytes[self.state.sections_range.clone()]

@@ -7,6 +7,7 @@
 //!
 //! - [`UnnamedFile`]: a file without a name, and how it gets one.
 //! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::stored::PageSink)).
+//! - [`CheckpointPair`]: two files for continuous checkpoints, of which one is always whole.
 //! - [`publish_qemu_file`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
 //! - [`compare`]: would it load on another QEMU; [`compare_snapshots`], [`compare_memory`]: how do two files differ.
@@ -56,6 +57,7 @@
 //! ```
 
 mod adopt;
+mod checkpoints;
 mod checksum;
 mod comparison;
 mod disks;
@@ -69,6 +71,7 @@ mod manifest;
 mod mappable;
 mod pci;
 mod reader;
+mod received;
 mod recording;
 mod seal;
 mod sidecar;
@@ -81,6 +84,10 @@ mod write_behind;
 mod writer;
 
 pub use adopt::publish_qemu_file;
+pub use checkpoints::{
+    CHECKPOINT_NAME, Checkpoint, CheckpointBase, CheckpointDirectory, CheckpointOptions, CheckpointPages,
+    CheckpointPair,
+};
 pub use comparison::{
     Comparison, Confidence, Finding, LoadTarget, LoadTargetBlock, MemoryComparison, Presence, Sections, Severity,
     StoredSections, compare, compare_memory, compare_snapshots, find_damage, load_target_of,

@@ -34,6 +34,7 @@ const SERVED: &str = "it is being served to a restored VM, or another save is re
                       wait for that to end, or save under another name";
 const MAPPED: &str = "a VM maps it as its memory; wait for its end, or work on a copy";
 const WRITTEN: &str = "limosa is writing to it; try again when that has ended";
+const KEPT: &str = "another process keeps checkpoints in it; end that one, or use another directory";
 const REPLACED: &str = "a save is replacing it; try again when that has ended";
 
 /// Takes the lock of a server: shared, without waiting.
@@ -66,6 +67,16 @@ pub(crate) fn mapping(file: impl AsFd, path: &Path) -> Result<(), SnapshotError>
 /// Takes the lock for writing into the file, on a writable description.
 pub(crate) fn writing(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
     take_whole(file, path, libc::F_WRLCK, MAPPED)
+}
+
+/// Gives the lock of [`writing`] back.
+pub(crate) fn end_writing(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
+    take_whole(file, path, libc::F_UNLCK, WRITTEN)
+}
+
+/// Takes the lock of the one process that makes files in a directory.
+pub(crate) fn directory(directory: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
+    take(directory, path, FlockOperation::NonBlockingLockExclusive, KEPT)
 }
 
 fn take_whole(file: impl AsFd, path: &Path, kind: libc::c_int, by: &'static str) -> Result<(), SnapshotError> {

@@ -56,6 +56,9 @@ pub struct Manifest {
     /// How the pages reached the file.
     #[serde(rename = "via", default, skip_serializing_if = "Option::is_none")]
     pub transport: Option<Transport>,
+    /// The number of the checkpoint in its series, where the file is one: 0 is the base.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<u64>,
     /// Whether every page that is not stored reads as zero at its place in the file, so that a RAM block's part of the
     /// file may be mapped as its memory. Absent in files of older versions, which may be so all the same.
     #[serde(default, skip_serializing_if = "is_false")]
@@ -89,6 +92,7 @@ impl Manifest {
             ram_bytes: 0,
             pages: PageStatistics::default(),
             transport: None,
+            checkpoint: None,
             mappable: false,
             guest_memory: Vec::new(),
             disks: Vec::new(),

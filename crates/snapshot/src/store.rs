@@ -69,6 +69,11 @@ impl StoreFile {
         &self.path
     }
 
+    /// Exchanges the paths of two files whose names were exchanged.
+    pub(crate) fn swap_paths(&mut self, other: &mut Self) {
+        std::mem::swap(&mut self.path, &mut other.path);
+    }
+
     pub(crate) fn channel(&self) -> &FileChannel {
         &self.channel
     }
@@ -102,6 +107,11 @@ impl StoreFile {
     /// Makes the written data durable.
     pub(crate) fn sync(&self) -> Result<(), SnapshotError> {
         rustix::fs::fsync(&self.channel).map_err(|errno| self.io("make it durable (fsync)", None, errno))
+    }
+
+    /// Cuts off everything from `length` on.
+    pub(crate) fn truncate(&self, length: u64) -> Result<(), SnapshotError> {
+        rustix::fs::ftruncate(&self.channel, length).map_err(|errno| self.io("cut it", Some(length), errno))
     }
 
     /// Reads exactly `into.len()` bytes.

@@ -15,13 +15,14 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{self, Access, AtFlags, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
+use rustix::path::Arg;
 
 use crate::error::SnapshotError;
 use crate::lock;
 use crate::sidecar;
 
 /// Guest memory is the owner's alone.
-const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
+pub(crate) const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 /// How often something is tried that only other saves to the same target can spoil.
 const TRIES: usize = 100;
 
@@ -216,7 +217,7 @@ impl UnnamedFile {
     /// published there meanwhile may be in use.
     fn name_it_or_replace(&mut self) -> Result<(), SnapshotError> {
         for _ in 0..TRIES {
-            if self.held.as_ref().is_some_and(|held| names_file(&self.directory, &self.name, &held.0)) {
+            if self.held.as_ref().is_some_and(|held| names_file(&self.directory, self.name.as_os_str(), &held.0)) {
                 return self.take_over();
             }
             match self.name_it() {
@@ -303,7 +304,7 @@ fn existing(directory: &OwnedFd, name: &OsStr, target: &Path, replace: bool) -> 
 }
 
 /// Whether the name is that of this open file.
-fn names_file(directory: &OwnedFd, name: &OsStr, file: &File) -> bool {
+pub(crate) fn names_file(directory: impl AsFd, name: impl Arg, file: impl AsFd) -> bool {
     match (fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW), fs::fstat(file)) {
         (Ok(named), Ok(open)) => (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino),
         _ => false,
@@ -321,7 +322,7 @@ fn open_temporary(directory: &OwnedFd, name: &OsStr, target: &Path) -> Result<(F
             .map_err(|errno| SnapshotError::io("create a temporary file beside it", target, None, errno))?;
         let file = File::from(file);
         match lock::exclusive(&file, target) {
-            Ok(()) if names_file(directory, &temporary, &file) => return Ok((file, Some(temporary))),
+            Ok(()) if names_file(directory, temporary.as_os_str(), &file) => return Ok((file, Some(temporary))),
             // Swept, or about to be: the process that holds the lock removes it.
             Ok(()) | Err(SnapshotError::Locked { .. }) => {}
             Err(error) => {

@@ -1,0 +1,319 @@
+//! The pair itself: which of its files is what, and when.
+//!
+//! Law of this module: before a page is received both files have the same pages, and each page in which they may differ
+//! is noted before the spare is written to. So what is noted is all that catching up has to copy, after a checkpoint
+//! that counts as well as after one that was cut off.
+
+use std::io::IoSlice;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use limosa_migrate::stored::{PageError, PageSink, StreamSetup};
+use limosa_page::{PAGE_LEN, PageNumber, PageRange, invariant, to_u64, to_usize};
+use uuid::Uuid;
+
+use super::base::CheckpointOptions;
+use super::changes::{STRIDE, buffer, changed_pages};
+use super::directory::{CheckpointDirectory, admit_readers, claim};
+use super::spare::{Differences, PairFile, SpareUse};
+use crate::error::SnapshotError;
+use crate::layout::DeviceBytes;
+use crate::lock;
+use crate::manifest::{self, Manifest, Published};
+use crate::received::ReceivedPages;
+use crate::unnamed_file::Durability;
+use crate::writer::PublishedFile;
+
+/// What a pair waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Pages of the next checkpoint, or its end.
+    Receiving,
+    /// [`CheckpointPair::catch_up`]: the spare may lack pages of the checkpoint, or has pages that it has not.
+    Behind,
+}
+
+/// Pages that were received for a checkpoint, by what became of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct CheckpointPages {
+    /// Pages that came with contents.
+    pub contents: u64,
+    /// Those of `contents` that were not written, because the file had them already.
+    pub equal: u64,
+    /// Pages that came as zero.
+    pub zero: u64,
+}
+
+/// A checkpoint that counts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Checkpoint {
+    /// Its number: the base is 0.
+    pub number: u64,
+    /// Its identity as a snapshot.
+    pub id: Uuid,
+    /// The pages that were received for it.
+    pub pages: CheckpointPages,
+    /// Length of its file in bytes, holes included.
+    pub length: u64,
+    /// Time for writing what is not pages, and for making the file durable.
+    pub seal: Duration,
+    /// Time for exchanging the names, and for making them durable.
+    pub flip: Duration,
+}
+
+/// Two snapshot files with the checkpoints of a VM: a [`PageSink`] for the pages of the next one.
+///
+/// Takes memory for seven bits a page of the VM.
+///
+/// Dropping it leaves the newest whole checkpoint.
+#[derive(Debug)]
+pub struct CheckpointPair {
+    directory: CheckpointDirectory,
+    options: CheckpointOptions,
+    current: PairFile,
+    spare: PairFile,
+    spare_use: SpareUse,
+    differences: Differences,
+    phase: Phase,
+    /// Whether the names would survive a power cut, or need not.
+    names_are_durable: bool,
+    received: CheckpointPages,
+    newest: Published,
+    /// The manifest that each checkpoint begins with.
+    manifest: Manifest,
+    /// The VM description, from its mark on.
+    description: Vec<u8>,
+    buffer: Vec<u8>,
+}
+
+impl CheckpointPair {
+    /// The pair whose checkpoint is a base that was just published.
+    pub(super) fn new(
+        directory: CheckpointDirectory,
+        options: CheckpointOptions,
+        base: PublishedFile,
+        tail: &[u8],
+        manifest: Manifest,
+    ) -> Result<Self, SnapshotError> {
+        let PublishedFile { published, file, pages } = base;
+        lock::shared(file.fd(), file.path())?;
+        let devices = DeviceBytes::parse(tail.to_vec()).map_err(|why| file.structure(0, why))?;
+        let current = PairFile { file, pages };
+        let (spare, differences) = PairFile::spare_for(&current, &directory)?;
+        Ok(Self {
+            directory,
+            options,
+            current,
+            spare,
+            spare_use: SpareUse::Claimed,
+            differences,
+            phase: Phase::Behind,
+            names_are_durable: true,
+            received: CheckpointPages::default(),
+            newest: published,
+            manifest,
+            description: devices.behind_end_mark().to_vec(),
+            buffer: buffer(),
+        })
+    }
+
+    /// The newest whole checkpoint.
+    pub fn newest(&self) -> &Published {
+        &self.newest
+    }
+
+    /// Number of the newest whole checkpoint.
+    pub fn number(&self) -> u64 {
+        self.newest.manifest.checkpoint.unwrap_or(0)
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// The pages that were received for the next checkpoint so far.
+    pub fn received(&self) -> CheckpointPages {
+        self.received
+    }
+
+    /// Ends the series; the directory stays this process's, for another base.
+    #[must_use]
+    pub fn into_directory(self) -> CheckpointDirectory {
+        self.directory
+    }
+
+    /// Copies up to `limit` of the pages that the spare lacks; returns how many are left. At 0 the next checkpoint can
+    /// be received.
+    ///
+    /// Does nothing while one is being received.
+    ///
+    /// # Errors
+    /// The pages cannot be copied, or a new spare is needed and cannot be made. It may be tried again.
+    pub fn catch_up(&mut self, limit: u64) -> Result<u64, SnapshotError> {
+        if self.phase == Phase::Receiving {
+            return Ok(0);
+        }
+        // What has lost its name may be what the name leads to after a power cut: not to be written to before.
+        self.sync_names()?;
+        self.claim_spare()?;
+        let left = self.differences.settle(&self.current, &mut self.spare, limit, &mut self.buffer)?;
+        if left == 0 {
+            self.check_equal()?;
+            self.received = CheckpointPages::default();
+            self.phase = Phase::Receiving;
+        }
+        Ok(left)
+    }
+
+    /// Gives up the checkpoint that is being received: the newest one stays. [`catch_up`](Self::catch_up) is next.
+    pub fn abort(&mut self) {
+        self.phase = Phase::Behind;
+    }
+
+    /// Ends the checkpoint that was received: from here on it counts. [`catch_up`](Self::catch_up) is next.
+    ///
+    /// `devices` are the FULL device sections and the end mark behind them. The VM description is that of the base.
+    ///
+    /// # Errors
+    /// The checkpoint before stays, and this one is given up, with one exception that the error states: the fsync of
+    /// the directory failed, so that the names are exchanged but may not be after a power cut.
+    /// [`catch_up`](Self::catch_up) tries that again.
+    pub fn commit(&mut self, devices: &[u8]) -> Result<Checkpoint, SnapshotError> {
+        self.check_receiving()?;
+        // Whatever fails from here on: before pages are received again, the files have to be made equal.
+        self.phase = Phase::Behind;
+        let began = Instant::now();
+        let tail = [devices, &self.description].concat();
+        let (manifest, length) = self.seal(tail)?;
+        let sealed = Instant::now();
+        self.spare_use = SpareUse::Open;
+        admit_readers(&self.spare.file)?;
+        self.directory.flip(&mut self.current.file, &mut self.spare.file)?;
+        std::mem::swap(&mut self.current, &mut self.spare);
+        let (number, id) = (self.number() + 1, manifest.id);
+        self.newest = Published { path: self.directory.checkpoint(), manifest, length, write_behind_requests: 0 };
+        self.names_are_durable = self.options.durability == Durability::Unsynced;
+        self.sync_names()?;
+        let (pages, seal) = (self.received, sealed - began);
+        Ok(Checkpoint { number, id, pages, length, seal, flip: sealed.elapsed() })
+    }
+
+    /// Makes the spare a whole file; returns its manifest and length.
+    fn seal(&mut self, tail: Vec<u8>) -> Result<(Manifest, u64), SnapshotError> {
+        let manifest = Manifest {
+            id: Uuid::new_v4(),
+            created: manifest::now(),
+            checkpoint: Some(self.number() + 1),
+            ..self.manifest.clone()
+        };
+        let PairFile { file, pages } = &mut self.spare;
+        let (manifest, length) = pages.seal(file, tail, manifest, self.options.checksum)?;
+        // A trailer is the last in its file.
+        if file.stat()?.st_size.cast_unsigned() > length {
+            file.truncate(length)?;
+        }
+        if self.options.durability == Durability::Synced {
+            // The kernel may forget what it could not write, so that a second fsync succeeds all the same.
+            file.sync().inspect_err(|_| self.spare_use = SpareUse::Suspect)?;
+        }
+        Ok((manifest, length))
+    }
+
+    fn sync_names(&mut self) -> Result<(), SnapshotError> {
+        if !self.names_are_durable {
+            self.directory.sync()?;
+            self.names_are_durable = true;
+        }
+        Ok(())
+    }
+
+    /// Keeps readers from the spare, or makes a new one, if it has some.
+    fn claim_spare(&mut self) -> Result<(), SnapshotError> {
+        match self.spare_use {
+            SpareUse::Claimed => return Ok(()),
+            SpareUse::Open if self.directory.has_spare(&self.spare.file) => match claim(&self.spare.file) {
+                Ok(()) => {
+                    self.spare_use = SpareUse::Claimed;
+                    return Ok(());
+                }
+                Err(SnapshotError::Locked { .. }) => {}
+                Err(error) => return Err(error),
+            },
+            SpareUse::Open | SpareUse::Suspect => {}
+        }
+        self.spare_use = SpareUse::Suspect;
+        (self.spare, self.differences) = PairFile::spare_for(&self.current, &self.directory)?;
+        self.spare_use = SpareUse::Claimed;
+        Ok(())
+    }
+
+    fn check_receiving(&self) -> Result<(), SnapshotError> {
+        match self.phase {
+            Phase::Receiving => Ok(()),
+            Phase::Behind => Err(self.spare.file.misuse("used before it has caught up with the checkpoint before")),
+        }
+    }
+
+    /// Asserts that both files have the same pages.
+    fn check_equal(&self) -> Result<(), SnapshotError> {
+        let mut blocks = self.current.pages.blocks().iter().zip(self.spare.pages.blocks());
+        let are_equal = blocks.all(|(current, spare)| {
+            (&current.stored, &current.seen) == (&spare.stored, &spare.seen) && spare.written == spare.stored
+        });
+        invariant(are_equal, "after catching up both files have the same pages")
+            .map_err(|broken| SnapshotError::Internal { path: self.spare.file.path().to_path_buf(), broken })
+    }
+}
+
+impl PageSink for CheckpointPair {
+    /// Refuses: the layout is that of the base.
+    fn begin(&mut self, _start: &StreamSetup) -> Result<(), PageError> {
+        Err(self.spare.file.misuse("a second layout for one series of checkpoints").into())
+    }
+
+    fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<(), PageError> {
+        self.check_receiving()?;
+        let Self { spare: PairFile { file, pages: known }, differences, received, buffer, .. } = self;
+        let all = PageRange::starting_at(first, to_u64(pages.len()));
+        known.block_mut(file, block, all)?;
+        for (range, pages) in all.chunks(STRIDE).zip(pages.chunks(to_usize(STRIDE))) {
+            let changed = changed_pages(file, known.block_mut(file, block, range)?, range, pages, buffer)?;
+            for run in changed.runs() {
+                let start = range.start.saturating_add(run.start.0);
+                let (_, pages) = pages.split_at(to_usize(run.start.0));
+                let (pages, _) = pages.split_at(to_usize(run.len()));
+                differences.add(block, PageRange::starting_at(start, run.len()));
+                known.put_pages(file, block, start, pages)?;
+            }
+            for run in changed.gaps() {
+                let start = range.start.saturating_add(run.start.0);
+                known.see(file, block, PageRange::starting_at(start, run.len()))?;
+                received.equal += run.len();
+            }
+            received.contents += range.len();
+        }
+        Ok(())
+    }
+
+    fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<(), PageError> {
+        self.check_receiving()?;
+        let Self { spare: PairFile { file, pages: known }, differences, received, .. } = self;
+        let before = known.block_mut(file, block, pages)?;
+        // A zero page that was mentioned before changes nothing.
+        for run in before.stored.runs_in(pages).chain(before.seen.gaps_in(pages)) {
+            differences.add(block, run);
+        }
+        known.put_zero(file, block, pages)?;
+        received.zero += pages.len();
+        Ok(())
+    }
+
+    fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError> {
+        self.check_receiving()?;
+        let PairFile { file, pages } = &mut self.spare;
+        Ok(pages.read_back(file, block, page, into)?)
+    }
+}
