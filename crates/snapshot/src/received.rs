@@ -104,9 +104,9 @@ impl ReceivedPages {
         &self.blocks
     }
 
-    /// Pages that came again after their first time.
-    pub(crate) const fn resent(&self) -> u64 {
-        self.resent
+    /// Counts no pages that came again but those that another file's count has.
+    pub(crate) fn copy_resent(&mut self, from: &Self) {
+        self.resent = from.resent;
     }
 
     /// Changes what is known of the pages of a block, without touching the file.
@@ -219,23 +219,31 @@ impl ReceivedPages {
         statistics
     }
 
+    /// Parses the device state up to the end of the VM description.
+    pub(crate) fn parse_devices(&self, file: &StoreFile, tail: &[u8]) -> Result<DeviceBytes, SnapshotError> {
+        DeviceBytes::parse(tail.to_vec()).map_err(|why| self.unusable_devices(file, why))
+    }
+
+    /// The error for a device state that cannot be stored.
+    pub(crate) fn unusable_devices(&self, file: &StoreFile, why: String) -> SnapshotError {
+        file.structure(self.layout.tail_offset, why)
+    }
+
     /// Writes everything but the pages; returns the manifest of the file, and the file's length.
-    ///
-    /// `tail` is the device state up to the end of the VM description.
     pub(crate) fn seal(
         &mut self,
         file: &StoreFile,
-        tail: Vec<u8>,
+        devices: &DeviceBytes,
         mut manifest: Manifest,
         checksum: bool,
     ) -> Result<(Manifest, u64), SnapshotError> {
-        let Self { layout, blocks, .. } = self;
-        let (any_page, any_seen) =
-            (blocks.iter().any(|block| block.place.pages > 0), blocks.iter().any(|block| !block.seen.is_empty()));
+        let (any_page, any_seen) = (
+            self.blocks.iter().any(|block| block.place.pages > 0),
+            self.blocks.iter().any(|block| !block.seen.is_empty()),
+        );
         if any_page && !any_seen {
             return Err(SnapshotError::Empty { path: file.path().to_path_buf() });
         }
-        let devices = DeviceBytes::parse(tail).map_err(|why| file.structure(layout.tail_offset, why))?;
         manifest.pages = self.statistics();
         let Self { layout, blocks, .. } = self;
         let mut memory = Memory { places: Vec::new(), stored: Vec::new() };
@@ -253,8 +261,8 @@ impl ReceivedPages {
         }
         seal::write_frame(file, layout, &memory.stored)?;
         file.write("the device state", layout.tail_offset, devices.bytes())?;
-        seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
-        let contents = seal::Contents { layout, memory: &memory, devices: &devices };
+        seal::complete(&mut manifest, &layout.configuration, &memory, devices);
+        let contents = seal::Contents { layout, memory: &memory, devices };
         let length = seal::append_trailer(file, &contents, &manifest, checksum)?;
         Ok((manifest, length))
     }

@@ -132,7 +132,8 @@ impl SnapshotWriter {
     fn seal(&mut self, tail: &[u8], manifest: Manifest) -> Result<(Manifest, u64), SnapshotError> {
         let checksum = self.options.checksum;
         let (file, pages) = self.begun()?;
-        pages.seal(file, tail.to_vec(), manifest, checksum)
+        let devices = pages.parse_devices(file, tail)?;
+        pages.seal(file, &devices, manifest, checksum)
     }
 
     /// The file and its pages.

@@ -71,6 +71,8 @@ impl CheckpointDirectory {
     /// # Errors
     /// `checkpoint.limosa` is being served, or no file can be made in the directory.
     pub fn receive_base(self, options: CheckpointOptions) -> Result<CheckpointBase, SnapshotError> {
+        // That of a series which has ended.
+        self.remove(SPARE_NAME)?;
         CheckpointBase::create(self, options)
     }
 

@@ -77,6 +77,7 @@
 
 mod base;
 mod changes;
+mod description;
 mod directory;
 mod pair;
 mod spare;

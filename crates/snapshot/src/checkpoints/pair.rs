@@ -14,10 +14,10 @@ use uuid::Uuid;
 
 use super::base::CheckpointOptions;
 use super::changes::{STRIDE, buffer, changed_pages};
+use super::description::Description;
 use super::directory::{CheckpointDirectory, admit_readers, claim};
 use super::spare::{Differences, PairFile, SpareUse};
 use crate::error::SnapshotError;
-use crate::layout::DeviceBytes;
 use crate::lock;
 use crate::manifest::{self, Manifest, Published};
 use crate::received::ReceivedPages;
@@ -65,12 +65,11 @@ pub struct Checkpoint {
 
 /// Two snapshot files with the checkpoints of a VM: a [`PageSink`] for the pages of the next one.
 ///
-/// Takes memory for seven bits a page of the VM.
+/// Takes memory for about eight bits a page of the VM.
 ///
 /// Dropping it leaves the newest whole checkpoint.
 #[derive(Debug)]
 pub struct CheckpointPair {
-    directory: CheckpointDirectory,
     options: CheckpointOptions,
     current: PairFile,
     spare: PairFile,
@@ -83,9 +82,10 @@ pub struct CheckpointPair {
     newest: Published,
     /// The manifest that each checkpoint begins with.
     manifest: Manifest,
-    /// The VM description, from its mark on.
-    description: Vec<u8>,
+    description: Description,
     buffer: Vec<u8>,
+    /// The last to be dropped: who has the directory next finds both files unlocked.
+    directory: CheckpointDirectory,
 }
 
 impl CheckpointPair {
@@ -99,7 +99,7 @@ impl CheckpointPair {
     ) -> Result<Self, SnapshotError> {
         let PublishedFile { published, file, pages } = base;
         lock::shared(file.fd(), file.path())?;
-        let devices = DeviceBytes::parse(tail.to_vec()).map_err(|why| file.structure(0, why))?;
+        let devices = pages.parse_devices(&file, tail)?;
         let current = PairFile { file, pages };
         let (spare, differences) = PairFile::spare_for(&current, &directory)?;
         Ok(Self {
@@ -114,7 +114,7 @@ impl CheckpointPair {
             received: CheckpointPages::default(),
             newest: published,
             manifest,
-            description: devices.behind_end_mark().to_vec(),
+            description: Description::of(&devices),
             buffer: buffer(),
         })
     }
@@ -161,6 +161,7 @@ impl CheckpointPair {
         self.claim_spare()?;
         let left = self.differences.settle(&self.current, &mut self.spare, limit, &mut self.buffer)?;
         if left == 0 {
+            self.spare.pages.copy_resent(&self.current.pages);
             self.check_equal()?;
             self.received = CheckpointPages::default();
             self.phase = Phase::Receiving;
@@ -175,7 +176,8 @@ impl CheckpointPair {
 
     /// Ends the checkpoint that was received: from here on it counts. [`catch_up`](Self::catch_up) is next.
     ///
-    /// `devices` are the FULL device sections and the end mark behind them. The VM description is that of the base.
+    /// `devices` are the FULL device sections and the end mark behind them. The VM description is that of the base, in
+    /// which sections of another length than there become one field of bytes.
     ///
     /// # Errors
     /// The checkpoint before stays, and this one is given up, with one exception that the error states: the fsync of
@@ -186,8 +188,7 @@ impl CheckpointPair {
         // Whatever fails from here on: before pages are received again, the files have to be made equal.
         self.phase = Phase::Behind;
         let began = Instant::now();
-        let tail = [devices, &self.description].concat();
-        let (manifest, length) = self.seal(tail)?;
+        let (manifest, length) = self.seal(devices)?;
         let sealed = Instant::now();
         self.spare_use = SpareUse::Open;
         admit_readers(&self.spare.file)?;
@@ -202,15 +203,17 @@ impl CheckpointPair {
     }
 
     /// Makes the spare a whole file; returns its manifest and length.
-    fn seal(&mut self, tail: Vec<u8>) -> Result<(Manifest, u64), SnapshotError> {
+    fn seal(&mut self, devices: &[u8]) -> Result<(Manifest, u64), SnapshotError> {
         let manifest = Manifest {
             id: Uuid::new_v4(),
             created: manifest::now(),
+            finished: 0,
             checkpoint: Some(self.number() + 1),
             ..self.manifest.clone()
         };
         let PairFile { file, pages } = &mut self.spare;
-        let (manifest, length) = pages.seal(file, tail, manifest, self.options.checksum)?;
+        let devices = self.description.complete(devices).map_err(|why| pages.unusable_devices(file, why))?;
+        let (manifest, length) = pages.seal(file, &devices, manifest, self.options.checksum)?;
         // A trailer is the last in its file.
         if file.stat()?.st_size.cast_unsigned() > length {
             file.truncate(length)?;

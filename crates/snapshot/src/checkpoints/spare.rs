@@ -7,6 +7,7 @@ use limosa_page::{PageBitmap, PageNumber, PageRange};
 use super::changes::{STRIDE, part};
 use super::directory::CheckpointDirectory;
 use crate::error::SnapshotError;
+use crate::lock;
 use crate::received::{BlockPages, ReceivedPages};
 use crate::store::StoreFile;
 
@@ -15,6 +16,13 @@ use crate::store::StoreFile;
 pub(super) struct PairFile {
     pub(super) file: StoreFile,
     pub(super) pages: ReceivedPages,
+}
+
+impl Drop for PairFile {
+    fn drop(&mut self) {
+        // Said aloud, because a child that was just forked may have a copy of the descriptor.
+        lock::release(self.file.fd());
+    }
 }
 
 /// Who may use the spare.

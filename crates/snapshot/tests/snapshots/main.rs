@@ -3,6 +3,8 @@
 mod fixture;
 
 mod adopt;
+mod checkpoint_faults;
+mod checkpoints;
 mod comparison;
 mod foreign;
 mod hostile;
