@@ -20,7 +20,6 @@ use super::spare::{Differences, PairFile, SpareUse};
 use crate::error::SnapshotError;
 use crate::lock;
 use crate::manifest::{self, Manifest, Published};
-use crate::received::ReceivedPages;
 use crate::unnamed_file::Durability;
 use crate::writer::PublishedFile;
 

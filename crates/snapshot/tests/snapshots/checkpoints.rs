@@ -134,7 +134,7 @@ fn nothing_is_received_before_the_spare_has_caught_up_and_no_second_layout() {
     put(&mut base, 0, 0, &[1, 2, 3]);
     let mut pair = base.finish(&tail("running"), Manifest::new()).unwrap();
     let contents = page(1);
-    let mut refused = |pair: &mut CheckpointPair| {
+    let refused = |pair: &mut CheckpointPair| {
         let refusals = [
             pair.put_pages(0, PageNumber(0), &[IoSlice::new(&contents)]).is_err(),
             pair.put_zero(0, range(0, 1)).is_err(),
