@@ -1,7 +1,8 @@
 //! The messages of COLO, QEMU's fault tolerance by checkpoints: numbers of 32 bits, big-endian; one has a value.
 //!
-//! The stream begins as that of any migration, with the command [`EnableColo`](crate::Command::EnableColo): the base.
-//! Behind its description the two sides talk in [`ColoMessage`]s on the same channel, and each checkpoint is one turn:
+//! The stream begins as that of any migration: the base. QEMU 10.0 sends the command
+//! [`EnableColo`](crate::Command::EnableColo) in it, 11.1 nothing that tells it from others. Behind its description the
+//! two sides talk in [`ColoMessage`]s on the same channel, and each checkpoint is one turn:
 //!
 //! ```text
 //! primary                                   secondary

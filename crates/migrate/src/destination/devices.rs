@@ -41,7 +41,7 @@ impl Receiver<'_> {
         let (tail, devices) = self.read_devices(self.decoder.offset())?;
         self.stats.device_bytes = to_u64(tail.len());
         self.stats.device_elapsed = begun.elapsed();
-        let next = if self.colo { control::Phase::Colo } else { control::Phase::Completing };
+        let next = if self.role.options.colo { control::Phase::Colo } else { control::Phase::Completing };
         self.role.progress.set_phase(next);
         Ok(Phase::Whole(Whole { start, tail, devices }))
     }

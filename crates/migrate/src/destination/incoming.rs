@@ -27,7 +27,7 @@ pub struct ReceivedStream {
     pub(super) _pages: Vec<Arc<Channel>>,
     pub(super) owner: Ownership,
     pub(super) return_path: bool,
-    /// Continues with checkpoints, if the source has enabled COLO.
+    /// Continues with checkpoints, if they were expected.
     pub(super) receiver: Option<Box<Receiver<'static>>>,
 }
 
@@ -105,11 +105,13 @@ impl ReceivedStream {
     /// Continues with the checkpoints that follow the stream of a source with COLO. Neither
     /// [`acknowledge`](Self::acknowledge) nor [`refuse`](Self::refuse) may have been called.
     ///
+    /// A source without COLO takes what it is told for the acknowledgement of its migration, and ends.
+    ///
     /// # Errors
-    /// The source did not enable COLO: its stream is that of an ordinary migration.
+    /// The stream was received without the option [`colo`](super::DestinationOptions::colo).
     pub fn into_checkpoints(mut self) -> Result<Checkpoints, MigrateError> {
-        let not_enabled = || MigrateError::Protocol("the source did not enable COLO (capability x-colo)".into());
-        let receiver = self.receiver.take().ok_or_else(not_enabled)?;
+        let not_expected = || MigrateError::Protocol("no checkpoints were expected behind this stream".into());
+        let receiver = self.receiver.take().ok_or_else(not_expected)?;
         Ok(Checkpoints::new(self, *receiver))
     }
 

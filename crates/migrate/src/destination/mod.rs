@@ -12,7 +12,8 @@
 //! A source that says where its device sections end (PING 6) is answered when every page and every section is in its
 //! place; its stream is whole when its commit (PING 7) has come, and the description behind it.
 //!
-//! A stream that enables COLO is the base of [`Checkpoints`], which follow it on the same channel.
+//! With the option [`colo`](DestinationOptions::colo) a stream is the base of [`Checkpoints`], which follow it on the same
+//! channel.
 //!
 //! With [multifd channels](Destination::channels) most pages come on these, each read by a thread of its own, and
 //! meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.
@@ -150,7 +151,7 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
                     (false, true) => Ownership::Awaited,
                     (false, false) => Ownership::Unanswerable,
                 };
-                let receiver = receiver.colo.then(|| Box::new(receiver.for_checkpoints()));
+                let receiver = role.options.colo.then(|| Box::new(receiver.for_checkpoints()));
                 let incoming = ReceivedStream {
                     setup: start,
                     tail,

@@ -23,8 +23,9 @@ pub struct DestinationOptions {
     /// Whether the stream was recorded, so that no source listens. Requests for answers are ignored then, and the
     /// stream ends where the bytes end, however long they take.
     pub recorded: bool,
-    /// Whether the source may enable COLO (QEMU's capability `x-colo`). The stream is then the base of
-    /// [checkpoints](crate::checkpoints), which come on the main channel alone. Otherwise such a stream is refused.
+    /// Whether the source makes checkpoints (QEMU's capability `x-colo`). The stream is then the base of
+    /// [checkpoints](crate::checkpoints), which come on the main channel alone. Nothing in a stream tells a base from
+    /// another one (QEMU 11.1; 10.0 sends a command, which is refused without this option).
     pub colo: bool,
     /// The first bytes of the stream, if they were read before to see what it is. At most 1 MiB, the size of the
     /// receive buffer: a longer one is refused.

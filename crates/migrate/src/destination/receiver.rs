@@ -65,8 +65,6 @@ pub(super) struct Receiver<'a> {
     pub(super) advised: Option<PageSizes>,
     /// The source was told that everything is in its place: it may have committed since.
     pub(super) answered: bool,
-    /// The source has enabled COLO: checkpoints follow the stream.
-    pub(super) colo: bool,
     /// Bytes that had come on the multifd channels when this one was last found silent.
     pub(super) heard: u64,
 }
@@ -82,7 +80,6 @@ impl<'a> Receiver<'a> {
             return_path: false,
             advised: None,
             answered: false,
-            colo: false,
             heard: 0,
             role,
         }
@@ -90,8 +87,8 @@ impl<'a> Receiver<'a> {
 
     /// Keeps the receiver for the checkpoints behind its stream. No VM waits here for them.
     pub(super) fn for_checkpoints(self) -> Receiver<'static> {
-        let Self { role, buffer, orders, decoder, stats, return_path, advised, answered, colo, heard, .. } = self;
-        Receiver { role, hooks: None, buffer, orders, decoder, stats, return_path, advised, answered, colo, heard }
+        let Self { role, buffer, orders, decoder, stats, return_path, advised, answered, heard, .. } = self;
+        Receiver { role, hooks: None, buffer, orders, decoder, stats, return_path, advised, answered, heard }
     }
 
     /// The hooks of a VM that may run here before all its pages have come.
@@ -130,7 +127,8 @@ impl<'a> Receiver<'a> {
                 ReturnMessage::Pong(*token).encode(&mut bytes)?;
                 self.role.channel.write_all(&bytes)?;
             }
-            Command::EnableColo if self.role.options.colo => self.colo = true,
+            // Newer sources do not say it.
+            Command::EnableColo if self.role.options.colo => {}
             Command::SwitchoverStart => self.role.progress.set_phase(Phase::Device),
             other => {
                 return Err(MigrateError::Unsupported {

@@ -4,12 +4,12 @@ use std::thread;
 use std::time::Duration;
 
 use crate::model::InOneLine;
-use crate::model::{Kept, device_tail, pair};
+use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Shutdown};
 use limosa_migrate::checkpoints::{Checkpoint, Checkpoints, NextCheckpoint};
 use limosa_migrate::control::{Phase, Stop};
 use limosa_migrate::multifd::MultifdOptions;
-use limosa_migrate::stored::{Destination, DestinationOptions};
+use limosa_migrate::stored::{Destination, DestinationOptions, PrecopySource};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_stream::colo::ColoMessage;
 use limosa_stream::{Command, Configuration, RamBlock, RecordEncoder, RecordKind, ram, section};
@@ -346,22 +346,37 @@ fn a_stop_that_comes_before_the_series_ends_it_at_its_first_turn() {
 }
 
 #[test]
-fn a_stream_without_colo_has_no_checkpoints() {
-    let primary = Primary::new(&[(0, 1, 7)]);
+fn the_stream_of_a_newer_qemu_does_not_say_that_checkpoints_follow() {
+    let mut primary = three();
     let mut enable = Vec::new();
     Command::EnableColo.encode(&mut enable).unwrap();
-    let bytes = &primary.parts[0];
-    let at = bytes.windows(enable.len()).position(|window| window == enable).unwrap();
-    let (near, far) = pair();
-    near.write_all(&[&bytes[..at], &bytes[at + enable.len()..]].concat()).unwrap();
-    let error = base(far, &mut Kept::default(), &Handle::new()).unwrap_err();
-    assert!(error.to_string().contains("did not enable COLO"), "{error}");
+    let at = primary.parts[0].windows(enable.len()).position(|window| window == enable).unwrap();
+    primary.parts[0].drain(at..at + enable.len());
+    let (came, ended) = keep_all(&primary, &primary.bytes(), WHOLE, &mut Kept::default());
+    ended.unwrap();
+    assert_eq!(came.len(), 3);
+}
 
-    let (near, far) = pair();
-    near.write_all(bytes).unwrap();
+#[test]
+fn checkpoints_come_only_where_they_are_expected() {
+    let primary = three();
     let plain = DestinationOptions { colo: false, ..options() };
-    let refused = Destination::new(&mut Kept::default(), far, &Handle::new()).options(plain).run();
+    let (near, far) = pair();
+    near.write_all(&primary.parts[0]).unwrap();
+    let refused = Destination::new(&mut Kept::default(), far, &Handle::new()).options(plain.clone()).run();
     assert!(refused.unwrap_err().in_one_line().contains("enables COLO"));
+
+    let memory = Memory::new(&[4], |_, _| true);
+    let (near, far) = pair();
+    let handle = Handle::new();
+    let received = thread::scope(|scope| {
+        scope.spawn(|| PrecopySource::new(&memory, near, &handle).run());
+        let received = Destination::new(&mut Kept::default(), far, &Handle::new()).options(plain).run().unwrap();
+        received.acknowledge().unwrap();
+        received
+    });
+    let error = received.into_checkpoints().unwrap_err();
+    assert!(error.to_string().contains("no checkpoints were expected"), "{error}");
 }
 
 #[test]

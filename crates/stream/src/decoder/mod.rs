@@ -122,7 +122,7 @@ pub struct DecoderOptions {
     pub base: u64,
     /// Longest package that is accepted, in bytes. At most 1 GiB is sensible.
     pub tail_limit: u64,
-    /// Whether a stream may enable COLO: checkpoints follow it then. Otherwise such a stream is refused.
+    /// Whether checkpoints may follow the stream (COLO). Otherwise one that enables them is refused.
     pub colo: bool,
 }
 
