@@ -32,8 +32,11 @@ const OBJECT: &str = "/objects/limosa-job";
 const VERSION: u32 = 1;
 /// The version of a record with overlays: an older limosa would leave them about.
 const VERSION_WITH_OVERLAYS: u32 = 2;
-/// The version of a record with overlays of served disks, and the newest that this limosa reads.
+/// The version of a record with overlays of served disks.
 const VERSION_WITH_SERVED: u32 = 3;
+/// The version of a record of checkpoints, and the newest that this limosa reads: an older one would cancel the
+/// migration, which QEMU does not come back from in COLO.
+const VERSION_OF_PROTECT: u32 = 4;
 
 /// Separates a disk's name from the digits of the snapshot's id in an overlay's file name.
 pub(crate) const OVERLAY_SUFFIX: &str = ".overlay-";
@@ -54,6 +57,8 @@ pub enum JobKind {
     Save,
     /// `limosa restore`.
     Restore,
+    /// `limosa protect`.
+    Protect,
 }
 
 /// How far a job has come, for the process that takes over.
@@ -184,7 +189,7 @@ impl JobRecord {
     pub fn new(job: JobKind, snapshot: Uuid, path: &Path, was_running: bool, undo: Settings) -> Self {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         Self {
-            version: VERSION,
+            version: if job == JobKind::Protect { VERSION_OF_PROTECT } else { VERSION },
             job,
             phase: JobPhase::Working,
             vm_after: VmAfterJob::AsBefore,
@@ -313,9 +318,9 @@ impl JobRecord {
         let unreadable = |reason: String| JobRecordError::Unreadable { reason };
         let value: Value = serde_json::from_str(text).map_err(|error| unreadable(error.to_string()))?;
         let version = value.get("version").and_then(Value::as_u64).unwrap_or_default();
-        if version > u64::from(VERSION_WITH_SERVED) {
+        if version > u64::from(VERSION_OF_PROTECT) {
             return Err(unreadable(format!(
-                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_SERVED})"
+                "a newer limosa wrote it (version {version}, this one knows {VERSION_OF_PROTECT})"
             )));
         }
         serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))
@@ -349,12 +354,14 @@ mod tests {
         record = record.with_overlays(Vec::new(), vec![served]);
         assert_eq!(JobRecord::from_json(&record.to_json()).unwrap(), record);
         assert!(record.path.starts_with('/'));
+        let protect = JobRecord::new(JobKind::Protect, Uuid::nil(), Path::new("/d"), true, Settings::new());
+        assert_eq!(JobRecord::from_json(&protect.to_json()).unwrap().version, 4);
     }
 
     #[test]
     fn newer_and_broken_records_are_refused_with_a_reason() {
         let reason = |text: &str| JobRecord::from_json(text).unwrap_err().to_string();
-        assert!(reason(r#"{"version": 4}"#).contains("newer limosa"));
+        assert!(reason(r#"{"version": 5}"#).contains("newer limosa"));
         assert!(reason(r#"{"version": 1}"#).contains("missing field"));
         assert!(reason("").contains("cannot be read"));
     }

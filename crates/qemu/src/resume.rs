@@ -140,6 +140,7 @@ pub fn explain(record: Option<&JobRecord>, seen: &QemuState) -> String {
         (JobKind::Save, JobPhase::Undecided, _) => "was being handed over, and may run elsewhere",
         (JobKind::Save, JobPhase::Working | JobPhase::Publishing, _) => "was being saved",
         (JobKind::Restore, ..) => "was being restored",
+        (JobKind::Protect, ..) => "was being protected",
     };
     match &record.failure {
         Some(failure) => {

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Answer, Monitor, QOM_GET, QOM_LIST, Question, need_list, need_text, property_list, property_of};
+use super::{Answer, Monitor, QOM_GET, QOM_LIST, Question, need, need_list, need_text, property_list, property_of};
 use crate::qmp::QmpError;
 
 /// A memory backend object of the VM.
@@ -68,6 +68,17 @@ pub struct Cpu {
 }
 
 impl Monitor {
+    /// Whether KVM runs the VM.
+    ///
+    /// # Errors
+    /// QEMU's or the connection's.
+    pub fn has_kvm(&self) -> Result<bool, QmpError> {
+        const COMMAND: &str = "query-kvm";
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let enabled = need(COMMAND, &answer, "enabled")?.as_bool();
+        enabled.ok_or_else(|| QmpError::unexpected(COMMAND, "a boolean in 'enabled'", &answer))
+    }
+
     /// The machine types that this QEMU can be started with.
     ///
     /// # Errors

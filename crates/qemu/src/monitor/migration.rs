@@ -323,6 +323,16 @@ impl Monitor {
         self.migrate_cancel().map(|()| true)
     }
 
+    /// Ends COLO: the VM continues alone, also if it stands still for a checkpoint. The migration is `completed` then.
+    ///
+    /// In COLO [`migrate_cancel`](Self::migrate_cancel) is no substitute: QEMU (10.0) stays in `cancelling` for good.
+    ///
+    /// # Errors
+    /// QEMU's: it is not in COLO, or was told before.
+    pub fn end_colo(&self) -> Result<(), QmpError> {
+        self.order("x-colo-lost-heartbeat", Value::Null)
+    }
+
     /// Cuts the channel of a postcopy migration. Out of band: works while the main loop waits for a page.
     ///
     /// # Errors

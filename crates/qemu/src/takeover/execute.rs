@@ -85,6 +85,7 @@ pub(crate) fn take_over_holding(
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
             // The VM is there already, and stays in a state that has to be reported.
             Step::Cancel if progress.cancelled && progress.waited >= patience => Step::Finish(Outcome::GaveUp),
+            Step::EndColo if progress.colo_ended && progress.waited >= patience => Step::Finish(Outcome::GaveUp),
             step => step,
         };
         match step {
@@ -99,6 +100,21 @@ pub(crate) fn take_over_holding(
                 let what = match cancel(monitor, record) {
                     Ok(true) => "the migration was cancelled".to_owned(),
                     Ok(false) => "the migration was about to end by itself".to_owned(),
+                    Err(error) if error.is_refusal() => error.to_string(),
+                    Err(other) => return Err(other.into()),
+                };
+                if !remarks.contains(&what) {
+                    remarks.push(what);
+                }
+            }
+            Step::EndColo => {
+                if progress.colo_ended {
+                    pause(monitor)?;
+                }
+                progress.colo_ended = true;
+                let what = match monitor.end_colo() {
+                    Ok(()) => "the checkpoints were ended".to_owned(),
+                    // It was told before, and has not left the state yet; or it has just left it.
                     Err(error) if error.is_refusal() => error.to_string(),
                     Err(other) => return Err(other.into()),
                 };

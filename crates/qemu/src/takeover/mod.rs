@@ -21,6 +21,8 @@
 //! * A channel that breaks while a destination loads device state ends the migration (`failed`); after the guest runs,
 //!   it makes it `postcopy-paused`, with the guest running, or stopped and continued at will, on the pages that are
 //!   there.
+//! * In COLO (11.1) a VM whose checkpoint is cut off stands still until `x-colo-lost-heartbeat`; the migration is
+//!   `completed` after that, and the VM runs. `migrate_cancel` leaves `cancelling` there.
 
 mod execute;
 mod overlays;

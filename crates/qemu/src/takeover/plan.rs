@@ -14,6 +14,10 @@ const LOAD_SETUP_PATIENCE: Duration = Duration::from_secs(2);
 /// overloaded.
 pub(crate) const SAVE_SETUP_PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long the base of checkpoints that has lost its keeper may take to fail by itself. Only then is it cancelled: a
+/// cancel that comes when QEMU is in COLO already leaves it in `cancelling` for good.
+const BASE_PATIENCE: Duration = Duration::from_secs(10);
+
 /// How often `cont` is tried.
 const CONTINUE_ATTEMPTS: u32 = 50;
 
@@ -43,6 +47,8 @@ pub struct QemuState {
 pub struct Progress {
     /// A cancel was sent.
     pub cancelled: bool,
+    /// COLO was ended.
+    pub colo_ended: bool,
     /// How often `cont` was sent.
     pub continued: u32,
     /// The settings were put back (or cannot be).
@@ -63,6 +69,8 @@ pub enum Step {
     Wait,
     /// `migrate_cancel`.
     Cancel,
+    /// `x-colo-lost-heartbeat`.
+    EndColo,
     /// `cont`.
     Continue,
     /// Put the settings back.
@@ -135,6 +143,21 @@ pub fn next_step(record: &JobRecord, seen: &QemuState, progress: &Progress, acto
     match record.job {
         JobKind::Save => save(record, seen, progress, actor),
         JobKind::Restore => restore(record, seen, progress),
+        JobKind::Protect => protect(record, seen, progress, actor),
+    }
+}
+
+/// Checkpoints that have lost their keeper: the VM continues alone. Nobody else runs it.
+fn protect(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor) -> Step {
+    use MigrationStatus as M;
+    match &seen.migration {
+        M::Colo => Step::EndColo,
+        M::Setup | M::Active | M::PreSwitchover | M::Device | M::WaitUnplug if progress.waited < BASE_PATIENCE => {
+            Step::Wait
+        }
+        // It is about to leave this state.
+        M::Completed | M::Failed | M::Cancelled if seen.run == RunState::Colo => Step::Wait,
+        _ => save(record, seen, progress, actor),
     }
 }
 
@@ -249,6 +272,7 @@ mod tests {
 
     const TIDY: Progress = Progress {
         cancelled: true,
+        colo_ended: true,
         continued: 0,
         put_back: true,
         overlays_undone: true,
@@ -445,8 +469,37 @@ mod tests {
     }
 
     #[test]
+    fn checkpoints_are_ended_and_never_cancelled_while_they_may_be_made() {
+        let record = record(JobKind::Protect, true);
+        for run in RUN_STATES {
+            for progress in [Progress::default(), TIDY] {
+                assert_eq!(next_step(&record, &seen(run, "colo"), &progress, Actor::Watchdog), Step::EndColo, "{run}");
+            }
+            for migration in ["setup", "active", "device", "failing", "cancelling"] {
+                let step = next_step(&record, &seen(run, migration), &Progress::default(), Actor::Watchdog);
+                assert_eq!(step, Step::Wait, "{run} {migration}: it fails by itself");
+            }
+        }
+        assert_eq!(next_step(&record, &seen("colo", "completed"), &TIDY, Actor::Watchdog), Step::Wait);
+        let late = Progress { waited: BASE_PATIENCE, ..Progress::default() };
+        assert_eq!(next_step(&record, &seen("running", "active"), &late, Actor::Watchdog), Step::Cancel);
+    }
+
+    #[test]
+    fn a_vm_whose_checkpoints_have_ended_runs() {
+        let record = record(JobKind::Protect, true);
+        for migration in ["completed", "failed"] {
+            let step = |run, progress| next_step(&record, &seen(run, migration), &progress, Actor::Watchdog);
+            assert_eq!(step("running", TIDY), Step::Finish(Outcome::Running));
+            assert_eq!(step("running", Progress::default()), Step::PutBack);
+            // A QEMU that does not enter COLO stops the VM as after any migration.
+            assert_eq!(step("postmigrate", Progress::default()), Step::Continue);
+        }
+    }
+
+    #[test]
     fn settings_and_descriptors_are_tidied_before_every_end_of_a_job() {
-        for job in [JobKind::Save, JobKind::Restore] {
+        for job in [JobKind::Save, JobKind::Restore, JobKind::Protect] {
             for run in RUN_STATES {
                 for migration in MIGRATION_STATES {
                     let step =
