@@ -22,6 +22,7 @@ mod job;
 mod memory_limit;
 mod packaging;
 mod program;
+mod protect;
 mod receive;
 mod relay;
 mod remedy;
@@ -62,6 +63,7 @@ fn main() -> ExitCode {
         Command::Send(args) => send::run(&args),
         Command::Run(args) => run::run(&args, cli.verbose),
         Command::Clone(args) => clone::run(&args),
+        Command::Protect(args) => protect::run(args, cli.verbose),
         Command::Resume(args) => resume::run(&args),
         Command::Import(args) => import::run(&args),
         Command::Export(args) => export::run(&args),

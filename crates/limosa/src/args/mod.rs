@@ -12,6 +12,7 @@ mod import;
 mod inspect;
 mod job;
 mod packaging;
+mod protect;
 mod receive;
 mod restore;
 mod run;
@@ -39,6 +40,7 @@ pub(crate) use import::{ExportArgs, ImportArgs};
 pub(crate) use inspect::{InspectArgs, MappedVmArgs};
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
+pub(crate) use protect::{DurableArg, FailoverArgs, KeepArgs, ProtectArgs, ProtectCommand, ProtectDisksArg};
 pub(crate) use receive::ReceiveArgs;
 pub(crate) use restore::{
     HowArgs, MemoryArg, RestoreArgs, ResumeArgs, RunStateArgs, SetClockArg, ZeroPageDetectionArg,
@@ -83,6 +85,8 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Start many VMs of one snapshot that share its memory; list, end and remove them
     Clone(CloneArgs),
+    /// Keep checkpoints of a running VM all the while; continue it from the newest one when its host has failed
+    Protect(ProtectArgs),
     /// Continue a VM that an interrupted job left paused
     Resume(ResumeArgs),
     /// Convert a recorded migration stream or a libvirt save image into a snapshot

@@ -1,0 +1,102 @@
+//! The ends of a protection after which the VM runs on.
+
+use std::thread;
+use std::time::Duration;
+
+use limosa_testkit::wait_gone;
+use rustix::process::Signal;
+
+use crate::needs_newest_qemu;
+use crate::scene::Scene;
+use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_for, watchdog};
+
+#[test]
+fn a_keeper_that_is_told_to_stop_leaves_the_vm_as_it_was_found_and_says_what_it_kept() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let found = Found::of(&vm);
+    for signal in [Signal::INT, Signal::TERM] {
+        let keeper = scene.protect(&vm, &["--every", "50ms", "--json"]);
+        scene.wait_checkpoint(10, &keeper);
+        keeper.signal(signal);
+        let report = keeper.wait().json();
+        assert_eq!((report["end"].as_str(), report["vm_state"].as_str()), (Some("asked"), Some("running")), "{report}");
+        assert!(report["checkpoints"].as_u64() >= Some(10), "{report}");
+        assert!(report["pause"]["median_ms"].as_f64() > Some(0.0), "{report}");
+        assert!(report["pages"]["contents"].as_u64() > Some(10), "{report}");
+        found.assert_same(&vm);
+        assert_beats(&vm);
+        assert_eq!(names(&scene.kept()), ["checkpoint.limosa"]);
+        assert_eq!(names(&scene.path("tmp")), Vec::<String>::new());
+    }
+    load_in_stock_qemu(&scene.machine, &scene.checkpoint(), 0);
+}
+
+#[test]
+fn a_killed_keeper_never_leaves_the_vm_standing_still() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let found = Found::of(&vm);
+    for moment in [0, 3, 11, 23, 31, 47] {
+        let keeper = scene.protect(&vm, &["--every", "20ms"]);
+        scene.wait_checkpoint(2, &keeper);
+        let watchdog = watchdog(&keeper).unwrap();
+        thread::sleep(Duration::from_millis(moment));
+        keeper.signal(Signal::KILL);
+        keeper.wait();
+        wait_gone(watchdog);
+        found.assert_same(&vm);
+        assert_beats(&vm);
+    }
+}
+
+#[test]
+fn a_keeper_that_is_killed_while_the_base_comes_leaves_the_vm_running() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let found = Found::of(&vm);
+    for moment in [0, 20, 60] {
+        let keeper = scene.protect(&vm, &[]);
+        let watchdog = watchdog(&keeper).unwrap();
+        thread::sleep(Duration::from_millis(moment));
+        keeper.signal(Signal::KILL);
+        keeper.wait();
+        wait_gone(watchdog);
+        found.assert_same(&vm);
+        assert_beats(&vm);
+    }
+}
+
+#[test]
+fn a_vm_that_its_user_stops_is_not_started_by_a_checkpoint() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let keeper = scene.protect(&vm, &["--every", "20ms"]);
+    scene.wait_checkpoint(3, &keeper);
+    vm.stop().unwrap();
+    wait_for("the keeper to notice", || keeper.stderr().contains("the VM is stopped (paused)").then_some(()));
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!(vm.run_state().unwrap(), "paused");
+    let before = scene.newest().unwrap();
+    vm.cont().unwrap();
+    scene.wait_checkpoint(before + 3, &keeper);
+    keeper.signal(Signal::INT);
+    keeper.wait().success();
+    assert_beats(&vm);
+}
+
+#[test]
+fn a_vm_that_ends_by_itself_ends_its_protection_without_a_failure() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let keeper = scene.protect(&vm, &["--every", "50ms", "--json"]);
+    scene.wait_checkpoint(3, &keeper);
+    vm.execute("quit", serde_json::json!({})).unwrap();
+    let report = keeper.wait().json();
+    assert_eq!(report["end"], "vm-ended", "{report}");
+}

@@ -1,0 +1,62 @@
+//! VMs and directories that are refused, before anything is changed.
+
+use limosa_testkit::{Disk, DiskFormat, Machine};
+use rustix::process::Signal;
+
+use crate::needs_newest_qemu;
+use crate::scene::{Scene, text};
+use crate::stage::{Found, limosa, names, needs_qemu, small};
+
+#[test]
+fn a_qemu_whose_colo_does_not_work_is_refused_by_its_version() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let vm = small().start().unwrap();
+    let found = Found::of(&vm);
+    scene.protect(&vm, &[]).wait().one_line(&["cannot make checkpoints under TCG", "11.1 or newer is needed"]);
+    found.assert_same(&vm);
+    assert!(!scene.kept().exists());
+}
+
+#[test]
+fn a_vm_with_writable_disks_or_one_that_is_stopped_is_refused() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let image = scene.path("disk.raw");
+    let machine: Machine = scene.machine.clone().disk(Disk::create(&image, DiskFormat::Raw, 1 << 20).unwrap());
+    let vm = machine.start().unwrap();
+    scene.protect(&vm, &[]).wait().one_line(&["writable disks (disk0)"]);
+    vm.stop().unwrap();
+    let ended = scene.protect(&vm, &["--disks", "ignore"]).wait();
+    ended.one_line(&["the VM does not run (paused)"]);
+}
+
+#[test]
+fn two_keepers_of_one_vm_or_one_directory_are_refused() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let keeper = scene.protect(&vm, &["--every", "50ms"]);
+    scene.wait_checkpoint(1, &keeper);
+    scene.failover(&["--fenced"]).limosa.wait().one_line(&["still keeps checkpoints here"]);
+    let other = scene.guest();
+    let ended = scene.protect(&other, &[]).wait();
+    ended.one_line(&[text(&scene.kept())]);
+    keeper.signal(Signal::INT);
+    keeper.wait().success();
+}
+
+#[test]
+fn a_failover_without_fencing_or_without_a_checkpoint_is_refused() {
+    let scene = Scene::new();
+    let kept = scene.kept();
+    let kept = text(&kept);
+    limosa(["protect", "failover", kept, "--", "qemu-system-x86_64"]).misused(&["--fenced", "--fence"]);
+    let none = limosa(["protect", "failover", "--fenced", kept, "--", "qemu-system-x86_64"]);
+    none.one_line(&["no checkpoint is in this directory"]);
+    std::fs::create_dir(kept).unwrap();
+    std::fs::write(scene.checkpoint(), "").unwrap();
+    let fence = limosa(["protect", "failover", "--fence", "exit 3", kept, "--", "qemu-system-x86_64"]);
+    fence.one_line(&["the fence command failed", "exit 3"]);
+    assert_eq!(names(&scene.kept()), ["checkpoint.limosa"]);
+}

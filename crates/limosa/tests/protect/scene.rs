@@ -1,0 +1,152 @@
+//! A protected guest, and the directory of its checkpoints.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+
+use limosa_snapshot::Snapshot;
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, check_heartbeat, scratch};
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::stage::{Program, SOON, start, start_command, wait_for};
+
+/// Returns from the test if its QEMU is switched off.
+#[macro_export]
+macro_rules! needs_newest_qemu {
+    () => {
+        if limosa_testkit::qemu_skipped() || limosa_testkit::series_skipped() {
+            return;
+        }
+    };
+}
+
+/// Where the heartbeat guest keeps the number of its pass.
+const PASS: u64 = 0x7e00;
+
+/// A guest of 8 MiB in the newest QEMU.
+pub(crate) fn machine() -> Machine {
+    Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(8 << 20) }).series(Series::Newest)
+}
+
+/// The folder of one test.
+pub(crate) struct Scene {
+    folder: TempDir,
+    pub(crate) machine: Machine,
+}
+
+impl Scene {
+    pub(crate) fn new() -> Self {
+        let folder = scratch().unwrap();
+        std::fs::create_dir(folder.path().join("tmp")).unwrap();
+        Self { folder, machine: machine() }
+    }
+
+    /// Starts the guest and waits until it beats.
+    pub(crate) fn guest(&self) -> Vm {
+        let vm = self.machine.start().unwrap();
+        vm.wait_heartbeats(2).unwrap();
+        vm
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The directory of the checkpoints.
+    pub(crate) fn kept(&self) -> PathBuf {
+        self.path("kept")
+    }
+
+    pub(crate) fn checkpoint(&self) -> PathBuf {
+        self.kept().join("checkpoint.limosa")
+    }
+
+    /// `limosa protect --qmp ... MORE DIR`.
+    pub(crate) fn protect(&self, vm: &Vm, more: &[&str]) -> Program {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+        command.args(["protect", "--qmp"]).arg(vm.qmp_socket()).args(more).arg(self.kept());
+        command.env("TMPDIR", self.path("tmp")).env_remove("XDG_RUNTIME_DIR");
+        start_command(command)
+    }
+
+    /// The number of the newest checkpoint, if there is one.
+    pub(crate) fn newest(&self) -> Option<u64> {
+        // It may become the spare while it is read.
+        Snapshot::open(&self.checkpoint()).ok()?.manifest()?.checkpoint
+    }
+
+    /// Waits until a checkpoint of this number or a later one counts.
+    pub(crate) fn wait_checkpoint(&self, number: u64, keeper: &Program) {
+        wait_for("checkpoints", || {
+            let newest = self.newest();
+            assert!(keeper.is_running() || newest >= Some(number), "limosa ended: {}", keeper.stderr());
+            newest.filter(|newest| *newest >= number)
+        });
+    }
+
+    /// `limosa protect failover OPTIONS DIR -- QEMU`.
+    pub(crate) fn failover(&self, options: &[&str]) -> Failover<'_> {
+        let mut line = self.machine.command_line(self.folder.path()).unwrap();
+        let qmp = self.path("qmp");
+        line.extend(["-qmp".to_owned(), format!("unix:{},server=on,wait=off", qmp.display())]);
+        let kept = self.kept();
+        let mut arguments = vec!["protect", "failover"];
+        arguments.extend_from_slice(options);
+        arguments.extend([text(&kept), "--"]);
+        arguments.extend(line.iter().map(String::as_str));
+        Failover { limosa: start(arguments), scene: self }
+    }
+}
+
+/// A VM that continues from a checkpoint.
+pub(crate) struct Failover<'a> {
+    pub(crate) limosa: Program,
+    scene: &'a Scene,
+}
+
+impl Failover<'_> {
+    /// Waits for the guest to have said `count` numbers of passes; the first of them.
+    pub(crate) fn wait_passes(&self, count: usize) -> u32 {
+        wait_for("the guest's passes", || {
+            let running = self.limosa.is_running();
+            let passes = passes(&self.limosa.stdout());
+            assert!(running || passes.len() >= count, "limosa ended: {}", self.limosa.stderr());
+            passes.get(count - 1).and(passes.first()).copied()
+        })
+    }
+
+    /// Expects the guest's memory and CPU to be of one instant, and ends it.
+    #[track_caller]
+    pub(crate) fn check_and_end(self) {
+        let path = self.scene.path("qmp");
+        let qmp = Mutex::new(Qmp::connect(&path, SOON).unwrap());
+        let guest = self.scene.machine.heartbeat_guest().unwrap();
+        let mut qmp = qmp.lock().unwrap();
+        qmp.execute("stop", json!({})).unwrap();
+        let picture = self.scene.path("picture");
+        let mut read = |from: u64, size: u64| {
+            qmp.execute("pmemsave", json!({ "val": from, "size": size, "filename": picture })).unwrap();
+            std::fs::read(&picture).unwrap()
+        };
+        let span = guest.span();
+        let memory = read(span.start, span.end - span.start);
+        let pass = u32::from_le_bytes(read(PASS, 4).try_into().unwrap());
+        check_heartbeat(&memory, guest.start).unwrap().check_pass(pass, guest.pages).unwrap();
+        qmp.execute("quit", json!({})).unwrap();
+        drop(qmp);
+        self.limosa.wait();
+    }
+}
+
+/// The numbers of passes in what a guest has said.
+fn passes(said: &str) -> Vec<u32> {
+    let whole = said.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    let lines = whole.lines().map(str::trim).filter(|line| line.len() == 8);
+    lines.filter_map(|line| u32::from_str_radix(line, 16).ok()).collect()
+}
+
+/// A path as text; the tests' own paths are.
+pub(crate) fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}

@@ -1,0 +1,60 @@
+//! Continuous protection of a QEMU VM: its checkpoints are kept all the while.
+//!
+//! The law: **a checkpoint counts when it is whole in the directory, and the VM never stands still for a keeper that has
+//! failed.** QEMU's COLO has no time-out of its own: a VM that has been stopped for a checkpoint waits for ever. So the
+//! keeper ends COLO when a checkpoint makes no progress, and its [`Watchdog`](limosa_qemu::Watchdog) when it dies.
+//!
+//! | what | where |
+//! |---|---|
+//! | the checks before anything is changed | `preflight` |
+//! | the settings, QEMU's connection, the guard, the end | `keeper`, `guard` |
+//! | the turns of checkpoints and the store, on a thread of their own | `series` |
+//! | what is counted | [`ProtectReport`], [`KeptCheckpoint`] |
+//!
+//! Facts found with QEMU 11.1 that it rests on: the VM stands still from the end of the base until its answer, and from
+//! REPLY to LOADED; the command `x-colo-lost-heartbeat` ends both; a cancel does not.
+//!
+//! # Example
+//!
+//! Protect a VM, and print each checkpoint.
+//!
+//! ```no_run
+//! use limosa_migrate::Handle;
+//! use limosa_protect::{KeptCheckpoint, ProtectOptions, ProtectRequest, protect};
+//! use limosa_qemu::JobContext;
+//! use limosa_qemu::monitor::Monitor;
+//! use limosa_qemu::qmp::{Options, Qmp};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let monitor = Monitor::new(Qmp::connect(&"unix:/run/vm.qmp".parse()?, &Options::default())?);
+//! let (handle, notice) = (Handle::new(), |line: &str| eprintln!("{line}"));
+//! let kept = |checkpoint: &KeptCheckpoint| println!("{}: {:?}", checkpoint.number, checkpoint.pause);
+//! let report = protect(ProtectRequest {
+//!     monitor: &monitor,
+//!     directory: "/srv/vm".as_ref(),
+//!     options: &ProtectOptions::default(),
+//!     watch: JobContext::new(&handle, &notice),
+//!     kept: &kept,
+//!     start_watchdog: &|| Ok(None),
+//! })?;
+//! println!("{} checkpoints", report.checkpoints);
+//! # Ok(()) }
+//! ```
+
+mod error;
+mod guard;
+mod keeper;
+mod options;
+mod preflight;
+mod report;
+mod series;
+
+pub use error::ProtectError;
+pub use keeper::{ProtectRequest, protect};
+pub use options::{ProtectDisks, ProtectOptions};
+pub use report::{KeptCheckpoint, Percentiles, ProtectEnd, ProtectReport};
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

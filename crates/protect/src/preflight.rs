@@ -1,0 +1,171 @@
+//! The checks of a VM before anything is changed.
+
+use std::time::Duration;
+
+use limosa_qemu::monitor::{Monitor, RunState, Settings};
+use limosa_qemu::qmp::Version;
+use limosa_snapshot::{Manifest, Transport};
+
+use crate::error::ProtectError;
+use crate::options::{ProtectDisks, ProtectOptions};
+
+/// How long QEMU may take to finish with an earlier migration.
+const RELEASED_WITHIN: Duration = Duration::from_secs(5);
+
+/// The first QEMU whose COLO works under TCG. Fact: before it the first checkpoint hangs QEMU for good.
+const FIRST_WITH_TCG: Version = Version::new(11, 1, 0);
+/// The first QEMU whose COLO needs a return path; older ones take the answers of COLO for messages of one.
+const FIRST_WITH_RETURN_PATH: Version = Version::new(11, 1, 0);
+/// The first QEMU of 10.0 that enters COLO; that of 10.1 is not known.
+const FIRST_OF_10_0: Version = Version::new(10, 0, 7);
+const END_OF_10_0: Version = Version::new(10, 1, 0);
+const FIRST_OF_10_2: Version = Version::new(10, 2, 0);
+
+/// The VM as it was found.
+#[derive(Debug)]
+pub(crate) struct Preflight {
+    /// The record of its checkpoints.
+    pub(crate) manifest: Manifest,
+    /// Whether this QEMU needs a return path for COLO.
+    pub(crate) return_path: bool,
+}
+
+impl Preflight {
+    /// Checks the VM; refuses one that cannot be protected, and says why.
+    pub(crate) fn check(monitor: &Monitor, options: &ProtectOptions) -> Result<Self, ProtectError> {
+        let refused = |why: String| Err(ProtectError::Refused(why));
+        let (version, kvm) = (monitor.version(), monitor.has_kvm()?);
+        check_version(version, kvm)?;
+        let status = monitor.status()?;
+        if status.state != RunState::Running {
+            return refused(format!("the VM does not run ({}): a checkpoint would start it", status.state));
+        }
+        let migration = monitor.migration()?;
+        if !migration.status.is_over() {
+            return refused(format!("a migration of this VM is under way ({}): wait for its end", migration.status));
+        }
+        if !monitor.wait_migration_released(RELEASED_WITHIN)? {
+            return refused("QEMU has not let go of the migration before; try again in a moment".into());
+        }
+        if !migration.blocked_reasons.is_empty() {
+            let reasons = migration.blocked_reasons.join("; ");
+            return refused(format!("the VM cannot be migrated, and so not protected: {reasons}"));
+        }
+        let devices = monitor.devices()?;
+        if let Some(device) = devices.iter().find(|device| device.is_assigned()) {
+            return refused(format!(
+                "device {} ({}) is hardware of the host, whose state QEMU cannot save many times a second",
+                device.id, device.kind
+            ));
+        }
+        if let Some(device) = devices.iter().find(|device| device.kind.starts_with("virtio-mem")) {
+            return refused(format!("device {} ({}) cannot be in checkpoints", device.id, device.kind));
+        }
+        if options.disks == ProtectDisks::Refuse {
+            let disks = monitor.disks()?.into_iter().map(|disk| disk.device);
+            let external = devices.into_iter().filter(|device| device.is_external_disk()).map(|device| device.kind);
+            let names: Vec<String> = disks.chain(external).collect();
+            if !names.is_empty() {
+                return refused(format!(
+                    "the VM has writable disks ({}), whose contents would be later than its memory after a failover",
+                    names.join(", ")
+                ));
+            }
+        }
+        let mut manifest = Manifest::new();
+        manifest.qemu_version = Some(version.to_string());
+        manifest.machine = Some(monitor.machine()?);
+        manifest.guest_memory = monitor.guest_memory()?;
+        manifest.vm_uuid = monitor.uuid()?;
+        manifest.vm_name = monitor.vm_name()?;
+        manifest.run_state = Some(RunState::Running.to_string());
+        manifest.transport = Some(Transport::Socket);
+        Ok(Self { manifest, return_path: version >= FIRST_WITH_RETURN_PATH })
+    }
+
+    /// How QEMU must be set: what COLO needs is on, and everything that would give the stream another form is off.
+    pub(crate) fn settings(&self, options: &ProtectOptions) -> Settings {
+        let every = u64::try_from(options.every.as_millis()).unwrap_or(u64::MAX).max(1);
+        let mut wish = Settings::new()
+            .capability("events", true)
+            .capability("x-colo", true)
+            .capability("return-path", self.return_path)
+            .parameter("x-checkpoint-delay", every)
+            .parameter("max-bandwidth", 0)
+            .parameter("mode", "normal")
+            .parameter("zero-page-detection", "legacy")
+            .parameter("tls-creds", "");
+        for other in [
+            "multifd",
+            "mapped-ram",
+            "xbzrle",
+            "rdma-pin-all",
+            "postcopy-ram",
+            "postcopy-preempt",
+            "background-snapshot",
+            "pause-before-switchover",
+            "release-ram",
+            "dirty-bitmaps",
+            "x-ignore-shared",
+            "zero-copy-send",
+            "switchover-ack",
+        ] {
+            wish = wish.capability(other, false);
+        }
+        wish
+    }
+}
+
+/// Refuses a QEMU whose COLO does not work.
+fn check_version(version: Version, kvm: bool) -> Result<(), ProtectError> {
+    let works = if kvm {
+        (FIRST_OF_10_0..END_OF_10_0).contains(&version) || version >= FIRST_OF_10_2
+    } else {
+        version >= FIRST_WITH_TCG
+    };
+    if works {
+        return Ok(());
+    }
+    let accelerator = if kvm { "KVM" } else { "TCG" };
+    let needed = if kvm { "10.0.7 and newer of 10.0, or 10.2" } else { "11.1" };
+    Err(ProtectError::Refused(format!(
+        "QEMU {version} cannot make checkpoints under {accelerator}: its COLO does not work; {needed} or newer is needed"
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_qemu_whose_colo_does_not_work_is_refused_by_version_and_accelerator() {
+        let works = |version: (u32, u32, u32), kvm| {
+            let (major, minor, micro) = version;
+            check_version(Version::new(major, minor, micro), kvm).is_ok()
+        };
+        for (version, tcg, kvm) in [
+            ((7, 2, 22), false, false),
+            ((10, 0, 2), false, false),
+            ((10, 0, 7), false, true),
+            ((10, 1, 0), false, false),
+            ((10, 2, 0), false, true),
+            ((11, 0, 9), false, true),
+            ((11, 1, 0), true, true),
+            ((12, 0, 0), true, true),
+        ] {
+            assert_eq!((works(version, false), works(version, true)), (tcg, kvm), "{version:?}");
+        }
+        let refused = check_version(Version::new(10, 0, 2), false).unwrap_err().to_string();
+        assert!(refused.contains("10.0.2") && refused.contains("TCG") && refused.contains("11.1"), "{refused}");
+    }
+
+    #[test]
+    fn nothing_that_changes_the_streams_form_stays_on() {
+        let found = Preflight { manifest: Manifest::new(), return_path: true };
+        let options = ProtectOptions { every: Duration::from_micros(10), ..ProtectOptions::default() };
+        let settings = found.settings(&options);
+        assert_eq!(settings.parameters["x-checkpoint-delay"], 1, "0 would starve the guest");
+        let on: Vec<_> = settings.capabilities.iter().filter(|(_, on)| **on).map(|(name, _)| name.as_str()).collect();
+        assert_eq!(on, ["events", "return-path", "x-colo"]);
+    }
+}

@@ -1,0 +1,166 @@
+//! What is counted.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use limosa_snapshot::Checkpoint;
+
+use crate::error::ProtectError;
+
+/// Longest time that is told apart from longer ones.
+const LONGEST: Duration = Duration::from_secs(3600);
+
+/// A checkpoint that counts.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct KeptCheckpoint {
+    /// Its number; the base is 0.
+    pub number: u64,
+    /// From allowing QEMU to stop the VM to letting it continue; the VM stood still for a part of it.
+    pub pause: Duration,
+    /// From the end of the pause until it counted.
+    pub commit: Duration,
+    /// Time for preparing the store for it, before the pause.
+    pub catch_up: Duration,
+    /// From the checkpoint before; `None` for the first.
+    pub period: Option<Duration>,
+    /// Bytes that came for it.
+    pub bytes: u64,
+    /// Its pages and its file.
+    pub stored: Checkpoint,
+}
+
+/// Percentiles of a time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Percentiles {
+    /// Half are shorter.
+    pub median: Duration,
+    /// 95 of 100 are shorter.
+    pub p95: Duration,
+    /// The longest.
+    pub max: Duration,
+}
+
+/// How a protection ended.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ProtectEnd {
+    /// It was told to stop.
+    Asked,
+    /// The VM has ended: its guest powered off, or QEMU was told to quit.
+    VmEnded,
+    /// Something failed.
+    Failed(ProtectError),
+}
+
+/// A protection that has ended.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct ProtectReport {
+    /// How it ended.
+    pub end: ProtectEnd,
+    /// The newest whole checkpoint.
+    pub newest: PathBuf,
+    /// Number of checkpoints behind the base that counted.
+    pub checkpoints: u64,
+    /// Their [pauses](KeptCheckpoint::pause).
+    pub pauses: Percentiles,
+    /// Their [periods](KeptCheckpoint::period).
+    pub periods: Percentiles,
+    /// Pages that came with contents.
+    pub pages: u64,
+    /// Those of them that had not changed, and were not written.
+    pub equal_pages: u64,
+    /// Pages that came as zero.
+    pub zero_pages: u64,
+    /// Bytes that came for checkpoints.
+    pub bytes: u64,
+    /// The VM's state now, by QEMU's name; `unknown` if QEMU does not answer.
+    pub vm_state: String,
+    /// From the first command to the end.
+    pub elapsed: Duration,
+}
+
+/// The sums of a series.
+#[derive(Debug)]
+pub(crate) struct Tally {
+    pauses: Times,
+    periods: Times,
+    pub(crate) checkpoints: u64,
+    pub(crate) pages: u64,
+    pub(crate) equal_pages: u64,
+    pub(crate) zero_pages: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Tally {
+    pub(crate) fn new() -> Self {
+        let (pauses, periods) = (Times::new(), Times::new());
+        Self { pauses, periods, checkpoints: 0, pages: 0, equal_pages: 0, zero_pages: 0, bytes: 0 }
+    }
+
+    /// Counts a checkpoint.
+    pub(crate) fn add(&mut self, kept: &KeptCheckpoint) {
+        self.pauses.add(kept.pause);
+        if let Some(period) = kept.period {
+            self.periods.add(period);
+        }
+        self.checkpoints += 1;
+        self.pages = self.pages.saturating_add(kept.stored.pages.contents);
+        self.equal_pages = self.equal_pages.saturating_add(kept.stored.pages.equal);
+        self.zero_pages = self.zero_pages.saturating_add(kept.stored.pages.zero);
+        self.bytes = self.bytes.saturating_add(kept.bytes);
+    }
+
+    pub(crate) fn pauses(&self) -> Percentiles {
+        self.pauses.percentiles()
+    }
+
+    pub(crate) fn periods(&self) -> Percentiles {
+        self.periods.percentiles()
+    }
+}
+
+/// Times in microseconds, in a fixed amount of memory.
+#[derive(Debug)]
+struct Times(Option<Histogram<u64>>);
+
+impl Times {
+    fn new() -> Self {
+        let longest = u64::try_from(LONGEST.as_micros()).unwrap_or(u64::MAX);
+        // Fails for senseless bounds only.
+        Self(Histogram::new_with_bounds(1, longest, 3).ok())
+    }
+
+    fn add(&mut self, time: Duration) {
+        if let Some(times) = &mut self.0 {
+            times.saturating_record(u64::try_from(time.as_micros()).unwrap_or(u64::MAX).max(1));
+        }
+    }
+
+    fn percentiles(&self) -> Percentiles {
+        let Some(times) = self.0.as_ref().filter(|times| !times.is_empty()) else { return Percentiles::default() };
+        let at = |quantile| Duration::from_micros(times.value_at_quantile(quantile));
+        Percentiles { median: at(0.5), p95: at(0.95), max: Duration::from_micros(times.max()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_those_of_the_times_that_were_added() {
+        let mut times = Times::new();
+        assert_eq!(times.percentiles(), Percentiles::default());
+        for millis in 1..=100 {
+            times.add(Duration::from_millis(millis));
+        }
+        let Percentiles { median, p95, max } = times.percentiles();
+        let near =
+            |time: Duration, millis: u64| time.abs_diff(Duration::from_millis(millis)) < Duration::from_millis(1);
+        assert!(near(median, 50) && near(p95, 95) && near(max, 100), "{median:?} {p95:?} {max:?}");
+    }
+}

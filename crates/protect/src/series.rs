@@ -1,0 +1,154 @@
+//! The series: a base, and one checkpoint after the other into the store.
+//!
+//! The order of each turn: the store catches up while the VM runs, the VM is let stop, its checkpoint is received, the
+//! VM is let continue, the checkpoint is committed. So the pause holds nothing but receiving. A checkpoint that came
+//! whole is committed also if QEMU has died meanwhile: it is the newest state that there is.
+
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::Channel;
+use limosa_migrate::checkpoints::{Checkpoints, NextCheckpoint};
+use limosa_migrate::stored::{Destination, DestinationOptions};
+use limosa_migrate::{Handle, MigrateError};
+use limosa_qemu::monitor::{Monitor, RunState};
+use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
+
+use crate::error::ProtectError;
+use crate::guard::Pulse;
+use crate::options::ProtectOptions;
+use crate::report::{KeptCheckpoint, Tally};
+
+/// Pages that the store copies before it looks for a stop.
+const CATCH_UP_PAGES: u64 = 8192;
+/// How often a VM that was stopped by someone else is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Everything that a series needs.
+#[derive(Clone, Copy)]
+pub(crate) struct Series<'a> {
+    pub(crate) monitor: &'a Monitor,
+    pub(crate) options: &'a ProtectOptions,
+    pub(crate) handle: &'a Handle,
+    pub(crate) notice: &'a (dyn Fn(&str) + Sync),
+    pub(crate) kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
+    pub(crate) pulse: &'a Pulse,
+}
+
+/// A series that has ended.
+pub(crate) struct Kept {
+    pub(crate) tally: Tally,
+    /// The newest whole checkpoint; `None` if not even the base counts.
+    pub(crate) newest: Option<PathBuf>,
+    /// `Ok`: the primary has closed the channel between two checkpoints.
+    pub(crate) end: Result<(), ProtectError>,
+}
+
+impl Series<'_> {
+    /// Keeps what comes on `channel` until it ends.
+    pub(crate) fn keep(self, channel: Channel, base: CheckpointBase, manifest: Manifest) -> Kept {
+        let mut kept = Kept { tally: Tally::new(), newest: None, end: Ok(()) };
+        kept.end = self.run(channel, base, manifest, &mut kept);
+        kept
+    }
+
+    fn run(
+        self,
+        channel: Channel,
+        mut base: CheckpointBase,
+        mut manifest: Manifest,
+        kept: &mut Kept,
+    ) -> Result<(), ProtectError> {
+        let options = DestinationOptions { colo: true, ..DestinationOptions::default() };
+        let received = Destination::new(&mut base, channel, self.handle).options(options).run()?;
+        let mut checkpoints = received.into_checkpoints()?;
+        checkpoints.begin()?;
+        self.pulse.set_pausing(false);
+        // Before it the base is not certain, and must not take the place of an older checkpoint.
+        if checkpoints.wait_request(None)? == NextCheckpoint::Ended {
+            let reason = "before the first one".into();
+            return Err(ProtectError::Ended { reason });
+        }
+        manifest.pages.resent = checkpoints.base().stats.resent_pages;
+        let mut pair = base.finish(&checkpoints.base().tail, manifest)?;
+        kept.newest = Some(pair.newest().path.clone());
+        tracing::info!("checkpoint 0 counts: {}", pair.newest().path.display());
+        let mut before = None;
+        loop {
+            let one = self.checkpoint(&mut checkpoints, &mut pair, &mut before)?;
+            kept.tally.add(&one);
+            (self.kept)(&one);
+            if checkpoints.wait_request(None)? == NextCheckpoint::Ended {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes one turn, whose request has come.
+    fn checkpoint(
+        self,
+        checkpoints: &mut Checkpoints,
+        pair: &mut CheckpointPair,
+        before: &mut Option<Instant>,
+    ) -> Result<KeptCheckpoint, ProtectError> {
+        let begun = Instant::now();
+        while pair.catch_up(CATCH_UP_PAGES)? > 0 {
+            self.check_stop()?;
+        }
+        let catch_up = begun.elapsed();
+        self.wait_running()?;
+        self.pulse.set_pausing(true);
+        let stopping = Instant::now();
+        checkpoints.reply()?;
+        let checkpoint = match checkpoints.receive(pair, Some(self.options.stall_timeout)) {
+            Ok(checkpoint) => checkpoint,
+            Err(error) => {
+                pair.abort();
+                return Err(error.into());
+            }
+        };
+        // Whole from here on, whatever becomes of the VM.
+        let loaded = checkpoints.loaded();
+        self.pulse.set_pausing(false);
+        let continued = Instant::now();
+        let stored = pair.commit(&checkpoint.sections)?;
+        let commit = continued.elapsed();
+        let pause = match loaded {
+            Ok(pause) => pause,
+            Err(error) => {
+                tracing::info!("checkpoint {} came when its VM ended: {error}", stored.number);
+                stopping.elapsed()
+            }
+        };
+        let period = before.replace(stopping).map(|before| stopping.saturating_duration_since(before));
+        let (number, bytes) = (stored.number, checkpoint.stats.bytes);
+        Ok(KeptCheckpoint { number, pause, commit, catch_up, period, bytes, stored })
+    }
+
+    /// Waits until the VM runs: a checkpoint would start one that was stopped. QEMU waits for its reply meanwhile, and
+    /// nothing else does.
+    fn wait_running(self) -> Result<(), ProtectError> {
+        let mut noticed = false;
+        loop {
+            let state = self.monitor.status()?.state;
+            if matches!(state, RunState::Running | RunState::Suspended) {
+                return Ok(());
+            }
+            if !noticed {
+                noticed = true;
+                (self.notice)(&format!("the VM is stopped ({state}); the next checkpoint waits until it continues"));
+            }
+            self.check_stop()?;
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn check_stop(self) -> Result<(), ProtectError> {
+        // A stop is deferred as long as the channel is needed to let the VM go, which it is not between turns.
+        match self.handle.control.stop_requested() {
+            Some(stop) => Err(MigrateError::from(stop).into()),
+            None => Ok(()),
+        }
+    }
+}
