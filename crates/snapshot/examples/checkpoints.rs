@@ -1,9 +1,11 @@
-//! How long the parts of a checkpoint take: its pages (the VM stands still), sealing, exchanging the names, catching up.
+//! Measures the parts of a checkpoint: receiving its pages (the VM stands still), sealing, exchanging the names,
+//! catching up.
 //!
 //! `cargo run --release -p limosa-snapshot --example checkpoints -- DIRECTORY [MIB] [ROUNDS] [synced]`
 //!
-//! A VM of 1 GiB, 512 MiB of it stored, of which MIB (57) are sent, in runs of 64 pages and as single pages: fresh ones
-//! (zero before), changed ones, equal ones, zeros. Beside it, the same pages written to a file without looking.
+//! The VM has 1 GiB of memory, 512 MiB of it stored. A round sends MIB (57) in runs of 64 pages or as single pages:
+//! fresh pages (zero before), changed ones, equal ones, or zeros. The last lines are the same pages written to a plain
+//! file.
 
 use std::error::Error;
 use std::fs::File;

@@ -69,7 +69,7 @@ impl DeviceBytes {
         &self.bytes
     }
 
-    /// What is behind the end mark: the VM description, from its mark on.
+    /// The VM description, from its mark on: all that is behind the end mark.
     pub(crate) fn behind_end_mark(&self) -> &[u8] {
         let (_, behind) = self.bytes.split_at(self.state.sections_range.end);
         behind.split_first().map_or(&[], |(_, description)| description)

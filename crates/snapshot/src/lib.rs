@@ -7,7 +7,7 @@
 //!
 //! - [`UnnamedFile`]: a file without a name, and how it gets one.
 //! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::stored::PageSink)).
-//! - [`CheckpointPair`]: two files for continuous checkpoints, of which one is always whole.
+//! - [`CheckpointPair`]: two files for continuous checkpoints, one of them always whole.
 //! - [`publish_qemu_file`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
 //! - [`compare`]: would it load on another QEMU; [`compare_snapshots`], [`compare_memory`]: how do two files differ.

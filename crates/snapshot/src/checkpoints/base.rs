@@ -6,37 +6,11 @@ use limosa_migrate::stored::{PageError, PageSink, StreamSetup};
 use limosa_page::{PAGE_LEN, PageNumber, PageRange};
 
 use super::directory::CheckpointDirectory;
-use super::pair::CheckpointPair;
+use super::pair::{CheckpointOptions, CheckpointPair};
 use crate::error::SnapshotError;
 use crate::manifest::Manifest;
 use crate::unnamed_file::{Durability, UnnamedFile};
 use crate::writer::{SnapshotWriter, WriteOptions};
-
-/// How checkpoints are kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct CheckpointOptions {
-    /// Whether a checkpoint must survive a power cut before it counts. [`Unsynced`](Durability::Unsynced) ones survive
-    /// the end of any process.
-    pub durability: Durability,
-    /// Whether the trailer of each checkpoint records a checksum of each MiB of guest memory: all of it is read then,
-    /// each time.
-    pub checksum: bool,
-}
-
-impl CheckpointOptions {
-    /// The default: not synced, without checksums.
-    #[must_use]
-    pub const fn new() -> Self {
-        Self { durability: Durability::Unsynced, checksum: false }
-    }
-}
-
-impl Default for CheckpointOptions {
-    fn default() -> Self {
-        Self::new()
-    }
-}
 
 /// The [`PageSink`] of a base.
 ///
@@ -48,14 +22,21 @@ pub struct CheckpointBase {
     writer: SnapshotWriter,
 }
 
-impl CheckpointBase {
-    pub(super) fn create(directory: CheckpointDirectory, options: CheckpointOptions) -> Result<Self, SnapshotError> {
+impl CheckpointDirectory {
+    /// Begins a series of checkpoints with its base, all of the VM.
+    ///
+    /// # Errors
+    /// `checkpoint.limosa` is being served, or no file can be made in the directory.
+    pub fn receive_base(self, options: CheckpointOptions) -> Result<CheckpointBase, SnapshotError> {
+        self.remove_spare()?;
         let CheckpointOptions { durability, checksum } = options;
-        let pending = UnnamedFile::create(&directory.checkpoint(), true)?;
+        let pending = UnnamedFile::create(&self.checkpoint(), true)?;
         let write = WriteOptions { durability, checksum, write_behind: durability == Durability::Synced };
-        Ok(Self { directory, options, writer: SnapshotWriter::new(pending, write)? })
+        Ok(CheckpointBase { directory: self, options, writer: SnapshotWriter::new(pending, write)? })
     }
+}
 
+impl CheckpointBase {
     /// Publishes the base: it is checkpoint 0. The spare has nothing yet: [`CheckpointPair::catch_up`] is next.
     ///
     /// `tail` and `manifest` are as of [`SnapshotWriter::finish`]. The manifest is also that of each later checkpoint,

@@ -1,4 +1,4 @@
-//! Which of the pages that arrive a file has already.
+//! Finds the arriving pages that a file does not have yet.
 //!
 //! Law of this module: only the file that would be written to is asked. It has the last contents of each page, also of
 //! one that came before in the same checkpoint, so leaving an equal page out never changes the outcome.

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
-use super::base::{CheckpointBase, CheckpointOptions};
 use crate::error::SnapshotError;
 use crate::lock;
 use crate::store::StoreFile;
@@ -17,7 +16,7 @@ use crate::unnamed_file::{MODE, names_file};
 
 /// The name of the newest whole checkpoint in its directory.
 pub const CHECKPOINT_NAME: &str = "checkpoint.limosa";
-/// The name of the file into which the next one is received: hidden, because it is none.
+/// The name of the file that receives the next one: hidden, because it is not whole.
 const SPARE_NAME: &str = ".checkpoint.limosa.spare";
 /// The name of a former checkpoint until it is the spare, where names cannot be exchanged.
 const FORMER_NAME: &str = ".checkpoint.limosa.former";
@@ -66,23 +65,13 @@ impl CheckpointDirectory {
         self.path.join(CHECKPOINT_NAME)
     }
 
-    /// Begins a series of checkpoints with its base, all of the VM.
-    ///
-    /// # Errors
-    /// `checkpoint.limosa` is being served, or no file can be made in the directory.
-    pub fn receive_base(self, options: CheckpointOptions) -> Result<CheckpointBase, SnapshotError> {
-        // That of a series which has ended.
-        self.remove(SPARE_NAME)?;
-        CheckpointBase::create(self, options)
-    }
-
     fn spare(&self) -> PathBuf {
         self.path.join(SPARE_NAME)
     }
 
     /// Makes an empty spare, locked against readers, in the place of what has its name.
     pub(super) fn create_spare(&self) -> Result<StoreFile, SnapshotError> {
-        self.remove(SPARE_NAME)?;
+        self.remove_spare()?;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let path = self.spare();
         let file = fs::openat(&self.directory, SPARE_NAME, flags, MODE)
@@ -131,7 +120,7 @@ impl CheckpointDirectory {
             let _ = fs::unlinkat(directory, FORMER_NAME, AtFlags::empty());
             return Err(errno);
         }
-        // From here on the checkpoint counts. Without its name the spare is made anew.
+        // The checkpoint counts already. A spare without its name is replaced by a new one.
         let _ = fs::renameat(directory, FORMER_NAME, directory, SPARE_NAME);
         Ok(())
     }
@@ -140,6 +129,11 @@ impl CheckpointDirectory {
     pub(super) fn sync(&self) -> Result<(), SnapshotError> {
         let operation = "make its name durable (fsync of the directory); the file itself is whole and in place";
         fs::fsync(&self.directory).map_err(|errno| SnapshotError::io(operation, &self.checkpoint(), None, errno))
+    }
+
+    /// Removes the spare of a series that has ended.
+    pub(super) fn remove_spare(&self) -> Result<(), SnapshotError> {
+        self.remove(SPARE_NAME)
     }
 
     fn remove(&self, name: &str) -> Result<(), SnapshotError> {
@@ -153,7 +147,7 @@ impl CheckpointDirectory {
 impl Drop for CheckpointDirectory {
     fn drop(&mut self) {
         // Best effort: who opens the directory next removes what stays.
-        let _ = self.remove(SPARE_NAME);
+        let _ = self.remove_spare();
         // Said aloud, because a child that was just forked may have a copy of the descriptor.
         lock::release(&self.directory);
     }

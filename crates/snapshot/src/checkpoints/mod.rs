@@ -1,8 +1,8 @@
-//! Continuous checkpoints of a VM: two snapshot files in one directory, of which one is always whole.
+//! Continuous checkpoints of a VM: two snapshot files in one directory, one of them always whole.
 //!
-//! `checkpoint.limosa` is the newest whole checkpoint. It is an ordinary snapshot file, for stock QEMU too, and is never
-//! written to while it has that name. Beside it is a spare with the same pages, into which the next checkpoint is
-//! received. Exchanging the two names is the moment from which a checkpoint counts.
+//! `checkpoint.limosa` is the newest whole checkpoint. It is an ordinary snapshot file, which stock QEMU loads too, and
+//! nothing is written to it while it has that name. Beside it is a spare with the same pages, which receives the next
+//! checkpoint. A checkpoint counts from the moment when the two names are exchanged.
 //!
 //! ```text
 //!                         put_pages, put_zero
@@ -82,6 +82,6 @@ mod directory;
 mod pair;
 mod spare;
 
-pub use base::{CheckpointBase, CheckpointOptions};
+pub use base::CheckpointBase;
 pub use directory::{CHECKPOINT_NAME, CheckpointDirectory};
-pub use pair::{Checkpoint, CheckpointPages, CheckpointPair};
+pub use pair::{Checkpoint, CheckpointOptions, CheckpointPages, CheckpointPair};

@@ -12,7 +12,6 @@ use limosa_migrate::stored::{PageError, PageSink, StreamSetup};
 use limosa_page::{PAGE_LEN, PageNumber, PageRange, invariant, to_u64, to_usize};
 use uuid::Uuid;
 
-use super::base::CheckpointOptions;
 use super::changes::{STRIDE, buffer, changed_pages};
 use super::description::Description;
 use super::directory::{CheckpointDirectory, admit_readers, claim};
@@ -23,7 +22,33 @@ use crate::manifest::{self, Manifest, Published};
 use crate::unnamed_file::Durability;
 use crate::writer::PublishedFile;
 
-/// What a pair waits for.
+/// How checkpoints are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CheckpointOptions {
+    /// Whether a checkpoint must survive a power cut before it counts. [`Unsynced`](Durability::Unsynced) ones survive
+    /// the end of any process.
+    pub durability: Durability,
+    /// Whether the trailer of each checkpoint records a checksum of each MiB of guest memory: all of it is read then,
+    /// each time.
+    pub checksum: bool,
+}
+
+impl CheckpointOptions {
+    /// The default: not synced, without checksums.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { durability: Durability::Unsynced, checksum: false }
+    }
+}
+
+impl Default for CheckpointOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The step that a pair expects next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     /// Pages of the next checkpoint, or its end.
@@ -184,7 +209,7 @@ impl CheckpointPair {
     /// [`catch_up`](Self::catch_up) tries that again.
     pub fn commit(&mut self, devices: &[u8]) -> Result<Checkpoint, SnapshotError> {
         self.check_receiving()?;
-        // Whatever fails from here on: before pages are received again, the files have to be made equal.
+        // Also if a step below fails: before pages are received again, the files have to be made equal.
         self.phase = Phase::Behind;
         let began = Instant::now();
         let (manifest, length) = self.seal(devices)?;

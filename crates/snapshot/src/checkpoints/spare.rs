@@ -104,7 +104,7 @@ impl PairFile {
         directory: &CheckpointDirectory,
     ) -> Result<(Self, Differences), SnapshotError> {
         let file = directory.create_spare()?;
-        // Whatever is in the way of it, copying the pages shows whether it matters.
+        // The reason of a failure does not matter: if it does, copying the pages fails too.
         if rustix::fs::ioctl_ficlone(file.fd(), current.file.fd()).is_ok() {
             let pages = current.pages.clone();
             return Ok((Self { file, pages }, Differences::none(&current.pages)));

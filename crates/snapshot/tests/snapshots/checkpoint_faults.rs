@@ -1,4 +1,4 @@
-//! Tests that `checkpoint.limosa` is whole, and the newest one, whatever becomes of the process that makes checkpoints.
+//! Tests that `checkpoint.limosa` is whole, and the newest one, after kills, full disks and lost directories.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;

@@ -71,7 +71,7 @@ fn a_checkpoint_counts_when_it_is_committed_and_has_its_number_and_device_state(
     assert!(snapshot.is_mappable());
     snapshot.check_restorable().unwrap();
 
-    // The series goes on, and what was zero has contents again.
+    // A page that became zero gets contents again.
     catch_up(&mut pair);
     put(&mut pair, 0, 18, &[1]);
     assert_eq!(pair.commit(&devices("running")).unwrap().number, 2);
