@@ -76,22 +76,23 @@ impl Series<'_> {
         tracing::info!("checkpoint 0 counts: {}", pair.newest().path.display());
         let mut before = None;
         loop {
-            let one = self.checkpoint(&mut checkpoints, &mut pair, &mut before)?;
+            let (one, loaded) = self.checkpoint(&mut checkpoints, &mut pair, &mut before)?;
             kept.tally.add(&one);
             (self.kept)(&one);
+            loaded?;
             if checkpoints.wait_request(None)? == NextCheckpoint::Ended {
                 return Ok(());
             }
         }
     }
 
-    /// Takes one turn, whose request has come.
+    /// Takes one turn, whose request has come: a checkpoint that counts, and whether QEMU could still be told.
     fn checkpoint(
         self,
         checkpoints: &mut Checkpoints,
         pair: &mut CheckpointPair,
         before: &mut Option<Instant>,
-    ) -> Result<KeptCheckpoint, ProtectError> {
+    ) -> Result<(KeptCheckpoint, Result<(), MigrateError>), ProtectError> {
         let begun = Instant::now();
         while pair.catch_up(CATCH_UP_PAGES)? > 0 {
             self.check_stop()?;
@@ -114,16 +115,11 @@ impl Series<'_> {
         let continued = Instant::now();
         let stored = pair.commit(&checkpoint.sections)?;
         let commit = continued.elapsed();
-        let pause = match loaded {
-            Ok(pause) => pause,
-            Err(error) => {
-                tracing::info!("checkpoint {} came when its VM ended: {error}", stored.number);
-                stopping.elapsed()
-            }
-        };
+        let pause = loaded.as_ref().map_or_else(|_| stopping.elapsed(), |pause| *pause);
         let period = before.replace(stopping).map(|before| stopping.saturating_duration_since(before));
         let (number, bytes) = (stored.number, checkpoint.stats.bytes);
-        Ok(KeptCheckpoint { number, pause, commit, catch_up, period, bytes, stored })
+        let kept = KeptCheckpoint { number, pause, commit, catch_up, period, bytes, stored };
+        Ok((kept, loaded.map(drop)))
     }
 
     /// Waits until the VM runs: a checkpoint would start one that was stopped. QEMU waits for its reply meanwhile, and

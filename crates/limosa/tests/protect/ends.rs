@@ -29,8 +29,9 @@ fn a_keeper_that_is_told_to_stop_leaves_the_vm_as_it_was_found_and_says_what_it_
         assert_beats(&vm);
         assert_eq!(names(&scene.kept()), ["checkpoint.limosa"]);
         assert_eq!(names(&scene.path("tmp")), Vec::<String>::new());
+        load_in_stock_qemu(&scene.machine, &scene.checkpoint(), 0);
+        scene.forget();
     }
-    load_in_stock_qemu(&scene.machine, &scene.checkpoint(), 0);
 }
 
 #[test]
@@ -49,6 +50,7 @@ fn a_killed_keeper_never_leaves_the_vm_standing_still() {
         wait_gone(watchdog);
         found.assert_same(&vm);
         assert_beats(&vm);
+        scene.forget();
     }
 }
 

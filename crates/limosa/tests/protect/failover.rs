@@ -7,7 +7,7 @@ use limosa_testkit::{Ended, kill9};
 
 use crate::needs_newest_qemu;
 use crate::scene::Scene;
-use crate::stage::{load_in_stock_qemu, names};
+use crate::stage::{load_in_stock_qemu, names, wait_for};
 
 /// Expects a keeper whose VM was killed to say so, and to leave one file.
 #[track_caller]
@@ -56,12 +56,14 @@ fn a_vm_that_was_failed_over_can_be_protected_again_in_the_same_directory() {
     needs_newest_qemu!();
     let scene = Scene::new();
     let vm = scene.guest();
-    let keeper = scene.protect(&vm, &["--every", "50ms"]);
-    scene.wait_checkpoint(3, &keeper);
+    let keeper = scene.protect(&vm, &["--every", "20ms"]);
+    scene.wait_checkpoint(20, &keeper);
     kill9(vm.pid()).unwrap();
     assert_lost(&scene, &keeper.wait());
     let again = load_in_stock_qemu(&scene.machine, &scene.checkpoint(), 0);
+    let before = scene.newest();
     let keeper = scene.protect(&again, &["--every", "50ms"]);
+    wait_for("the base of a second series", || (scene.newest() < before).then_some(()));
     scene.wait_checkpoint(3, &keeper);
     again.wait_heartbeats(1).unwrap();
     kill9(again.pid()).unwrap();

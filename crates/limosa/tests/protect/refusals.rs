@@ -3,9 +3,9 @@
 use limosa_testkit::{Disk, DiskFormat, Machine};
 use rustix::process::Signal;
 
-use crate::needs_newest_qemu;
 use crate::scene::{Scene, text};
-use crate::stage::{Found, limosa, names, needs_qemu, small};
+use crate::stage::{Found, limosa, names, small};
+use crate::{needs_newest_qemu, needs_qemu};
 
 #[test]
 fn a_qemu_whose_colo_does_not_work_is_refused_by_its_version() {
@@ -25,7 +25,7 @@ fn a_vm_with_writable_disks_or_one_that_is_stopped_is_refused() {
     let image = scene.path("disk.raw");
     let machine: Machine = scene.machine.clone().disk(Disk::create(&image, DiskFormat::Raw, 1 << 20).unwrap());
     let vm = machine.start().unwrap();
-    scene.protect(&vm, &[]).wait().one_line(&["writable disks (disk0)"]);
+    scene.protect(&vm, &[]).wait().one_line(&["writable disks (", "disk0"]);
     vm.stop().unwrap();
     let ended = scene.protect(&vm, &["--disks", "ignore"]).wait();
     ended.one_line(&["the VM does not run (paused)"]);

@@ -76,6 +76,11 @@ impl Scene {
         Snapshot::open(&self.checkpoint()).ok()?.manifest()?.checkpoint
     }
 
+    /// Forgets all checkpoints, so that the next series is waited for.
+    pub(crate) fn forget(&self) {
+        std::fs::remove_dir_all(self.kept()).unwrap();
+    }
+
     /// Waits until a checkpoint of this number or a later one counts.
     pub(crate) fn wait_checkpoint(&self, number: u64, keeper: &Program) {
         wait_for("checkpoints", || {
