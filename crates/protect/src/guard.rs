@@ -35,7 +35,7 @@ impl Pulse {
     }
 }
 
-/// What the guard has seen when the series ended.
+/// The guard's findings when the series ended.
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     /// The job was told to stop.
@@ -86,7 +86,7 @@ impl<'a> Guard<'a> {
                 self.look();
             }
         }
-        // A QEMU that does not answer cannot be told anything, and its channel must end.
+        // A QEMU that does not answer obeys no command either, and its channel must end.
         self.deferred = None;
         self.seen
     }

@@ -26,7 +26,7 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 /// How long it is waited for at a stretch.
 const ACCEPT_TICK: Duration = Duration::from_millis(50);
 
-/// A VM that is to be protected, and how.
+/// A VM to protect, and how.
 #[derive(Clone, Copy)]
 pub struct ProtectRequest<'a> {
     /// The VM's QEMU.

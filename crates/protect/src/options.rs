@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use limosa_snapshot::CheckpointOptions;
 
-/// What is done about the VM's writable disks.
+/// Treatment of the VM's writable disks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ProtectDisks {
     /// A VM that has some is refused: a checkpoint would hold its memory of one instant and its disks of another.
@@ -20,10 +20,10 @@ pub enum ProtectDisks {
 pub struct ProtectOptions {
     /// Time from one checkpoint to the next (QEMU's `x-checkpoint-delay`), at least 1 ms.
     pub every: Duration,
-    /// Longest time without progress for which the VM may stand still for a checkpoint. After it COLO is ended, and the
-    /// VM continues without protection.
+    /// How long the VM may stand still for a checkpoint that makes no progress. After it COLO is ended, and the VM
+    /// continues without protection.
     pub stall_timeout: Duration,
-    /// What is done about disks.
+    /// Treatment of disks.
     pub disks: ProtectDisks,
     /// How checkpoints are kept.
     pub store: CheckpointOptions,

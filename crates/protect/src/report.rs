@@ -1,4 +1,4 @@
-//! What is counted.
+//! The counters of a protection.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -86,7 +86,7 @@ impl Series<'_> {
         }
     }
 
-    /// Takes one turn, whose request has come: a checkpoint that counts, and whether QEMU could still be told.
+    /// Takes one turn, whose request has come. Returns a checkpoint that counts, and whether QEMU has heard of it.
     fn checkpoint(
         self,
         checkpoints: &mut Checkpoints,
@@ -109,7 +109,7 @@ impl Series<'_> {
                 return Err(error.into());
             }
         };
-        // Whole from here on, whatever becomes of the VM.
+        // The checkpoint is whole from here on, even if QEMU ends now.
         let loaded = checkpoints.loaded();
         self.pulse.set_pausing(false);
         let continued = Instant::now();

@@ -63,16 +63,15 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "100ms")]
     pub(crate) every: Duration,
 
-    /// What a checkpoint must survive before it counts
+    /// Failures that a checkpoint must survive before it counts
     #[arg(long, value_enum, default_value_t = DurableArg::Process)]
     pub(crate) durable: DurableArg,
 
-    /// What to do about writable disks
+    /// How to treat writable disks
     #[arg(long, value_enum, default_value_t = ProtectDisksArg::Refuse)]
     pub(crate) disks: ProtectDisksArg,
 
-    /// Longest time for which the VM may stand still for a checkpoint that makes no progress; it then continues without
-    /// protection
+    /// How long the VM may stand still for a checkpoint that makes no progress; it then continues without protection
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "2s")]
     pub(crate) stall_timeout: Duration,
 

@@ -28,7 +28,7 @@ pub(crate) fn run(args: ProtectArgs, verbose: u8) -> anyhow::Result<ExitCode> {
 
 fn keep(args: &KeepArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.qmp)?;
-    // Until it ends the VM is QEMU's, and at any moment it can be told to stop: as a save.
+    // The VM stays QEMU's, and the job can be cancelled at any moment, as a save can.
     let handles = JobHandles::with_socket(args.control.as_deref(), JobKind::Save, "protecting", true)?;
     let line = StatusLine::show(args.every);
     let report = protect(ProtectRequest {

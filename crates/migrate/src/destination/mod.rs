@@ -12,8 +12,8 @@
 //! A source that says where its device sections end (PING 6) is answered when every page and every section is in its
 //! place; its stream is whole when its commit (PING 7) has come, and the description behind it.
 //!
-//! With the option [`colo`](DestinationOptions::colo) a stream is the base of [`Checkpoints`], which follow it on the same
-//! channel.
+//! With the option [`colo`](DestinationOptions::colo) a stream is the base of [`Checkpoints`], which follow it on the
+//! same channel.
 //!
 //! With [multifd channels](Destination::channels) most pages come on these, each read by a thread of its own, and
 //! meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.

@@ -152,8 +152,8 @@ enum State {
 /// exists and contains the page. The step of a page that continues in its block allocates nothing and looks nothing up.
 ///
 /// It decodes precopy, postcopy and background-snapshot streams up to the device sections, and the RAM part of a
-/// mapped-ram file, where the caller jumps as [`Event::MappedRamBlock`] says. Behind a base it decodes the pages of each
-/// [checkpoint](Self::next_checkpoint).
+/// mapped-ram file, where the caller jumps as [`Event::MappedRamBlock`] says. Behind a base it decodes the pages of
+/// each [checkpoint](Self::next_checkpoint).
 #[derive(Debug, Clone)]
 pub struct Decoder {
     state: State,
