@@ -1,8 +1,8 @@
 //! Continuous protection of a QEMU VM: its checkpoints are kept all the while.
 //!
 //! The law: **a checkpoint counts when it is whole in the directory, and the VM never stands still for a keeper that
-//! has failed.** QEMU's COLO has no time-out of its own: a VM that has been stopped for a checkpoint waits for ever. So the
-//! keeper ends COLO when a checkpoint makes no progress, and its [`Watchdog`](limosa_qemu::Watchdog) when it dies.
+//! has failed.** QEMU's COLO has no time-out of its own: a VM that has been stopped for a checkpoint waits for ever. So
+//! the keeper ends COLO when a checkpoint makes no progress, and its [`Watchdog`](limosa_qemu::Watchdog) when it dies.
 //!
 //! | what | where |
 //! |---|---|
