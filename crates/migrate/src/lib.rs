@@ -72,6 +72,7 @@ pub mod control;
 mod destination;
 mod error;
 pub mod live;
+pub mod output;
 mod pages;
 mod source;
 pub mod stored;

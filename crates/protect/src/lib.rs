@@ -9,6 +9,7 @@
 //! | the checks before anything is changed | `preflight` |
 //! | the settings, QEMU's connection, the guard, the end | `keeper`, `guard` |
 //! | the turns of checkpoints and the store, on a thread of their own | `series` |
+//! | the gate that holds the VM's frames back until their checkpoint counts | [`gate`] |
 //! | what is counted | [`ProtectReport`], [`KeptCheckpoint`] |
 //!
 //! Facts found with QEMU 11.1 that it rests on: the VM stands still from the end of the base until its answer, and from
@@ -42,6 +43,7 @@
 //! ```
 
 mod error;
+pub mod gate;
 mod guard;
 mod keeper;
 mod options;

@@ -1,0 +1,233 @@
+//! The messages between a keeper and a gate, on a unix socket.
+//!
+//! All numbers are big-endian. A message is its kind (4 bytes), the number of 8-byte words that follow its header (4
+//! bytes), a value (8 bytes), and the words. Only the counters have any; a reader ignores those that it does not know.
+
+use std::time::Duration;
+
+use limosa_migrate::output::OutputCounters;
+use limosa_page::{to_nanos, to_usize};
+
+/// The version of these messages.
+pub(super) const VERSION: u64 = 1;
+
+/// Bytes before the words.
+const HEADER: usize = 16;
+/// Most words of a message.
+const WORDS_MAX: u32 = 64;
+
+/// A message that cannot be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(super) enum MessageError {
+    #[error("unknown message {0:#x}")]
+    Kind(u32),
+    #[error("message {kind:#x} has {words} words")]
+    Words { kind: u32, words: u32 },
+}
+
+/// A keeper's order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    /// A series begins; the version of the messages.
+    Hello(u64),
+    /// The VM stands still: the epoch of this number ends.
+    Seal(u64),
+    /// The checkpoint of this number counts.
+    Commit(u64),
+    /// It does not, and no later one will.
+    Abort(u64),
+}
+
+/// A gate's message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// The answer to hello; the gate's version.
+    Welcome(u64),
+    /// Another keeper has the gate.
+    Busy,
+    /// The answer to seal.
+    Sealed(u64),
+    /// The first frame after the last seal is here.
+    Output,
+    /// Half of the room is taken.
+    Full,
+    /// The counters of the series, after each commit and before the answer to abort.
+    Counters(OutputCounters),
+    /// The answer to abort.
+    Aborted(u64),
+}
+
+impl Order {
+    pub(super) fn encode(self, out: &mut Vec<u8>) {
+        let (kind, value) = match self {
+            Self::Hello(version) => (1, version),
+            Self::Seal(epoch) => (2, epoch),
+            Self::Commit(epoch) => (3, epoch),
+            Self::Abort(epoch) => (4, epoch),
+        };
+        encode(kind, value, &[], out);
+    }
+
+    /// Decodes the first order; `None` if more bytes are needed. Returns its length as well.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, MessageError> {
+        let Some(raw) = Raw::decode(bytes)? else { return Ok(None) };
+        let order = match raw.kind {
+            1 => Self::Hello(raw.value),
+            2 => Self::Seal(raw.value),
+            3 => Self::Commit(raw.value),
+            4 => Self::Abort(raw.value),
+            kind => return Err(MessageError::Kind(kind)),
+        };
+        Ok(Some((order, raw.length)))
+    }
+}
+
+impl Answer {
+    pub(super) fn encode(self, out: &mut Vec<u8>) {
+        match self {
+            Self::Welcome(version) => encode(0x101, version, &[], out),
+            Self::Busy => encode(0x102, 0, &[], out),
+            Self::Sealed(epoch) => encode(0x103, epoch, &[], out),
+            Self::Output => encode(0x104, 0, &[], out),
+            Self::Full => encode(0x105, 0, &[], out),
+            Self::Counters(counters) => encode(0x106, 0, &words(&counters), out),
+            Self::Aborted(epoch) => encode(0x107, epoch, &[], out),
+        }
+    }
+
+    /// Decodes the first answer; `None` if more bytes are needed. Returns its length as well.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, MessageError> {
+        let Some(raw) = Raw::decode(bytes)? else { return Ok(None) };
+        let answer = match raw.kind {
+            0x101 => Self::Welcome(raw.value),
+            0x102 => Self::Busy,
+            0x103 => Self::Sealed(raw.value),
+            0x104 => Self::Output,
+            0x105 => Self::Full,
+            0x106 => Self::Counters(counters(raw.words)),
+            0x107 => Self::Aborted(raw.value),
+            kind => return Err(MessageError::Kind(kind)),
+        };
+        Ok(Some((answer, raw.length)))
+    }
+}
+
+struct Raw<'a> {
+    kind: u32,
+    value: u64,
+    words: &'a [u8],
+    length: usize,
+}
+
+impl<'a> Raw<'a> {
+    fn decode(bytes: &'a [u8]) -> Result<Option<Self>, MessageError> {
+        let Some(([kind, count, high, low], rest)) = header(bytes) else { return Ok(None) };
+        if count > WORDS_MAX {
+            return Err(MessageError::Words { kind, words: count });
+        }
+        let length = 8 * to_usize(count.into());
+        let value = u64::from(high) << 32 | u64::from(low);
+        Ok(rest.get(..length).map(|words| Self { kind, value, words, length: HEADER + length }))
+    }
+}
+
+fn header(bytes: &[u8]) -> Option<([u32; 4], &[u8])> {
+    let (header, rest) = bytes.split_first_chunk::<HEADER>()?;
+    let mut fields = header.chunks_exact(4).filter_map(|four| four.first_chunk()).map(|four| u32::from_be_bytes(*four));
+    Some(([fields.next()?, fields.next()?, fields.next()?, fields.next()?], rest))
+}
+
+fn encode(kind: u32, value: u64, words: &[u64], out: &mut Vec<u8>) {
+    debug_assert!(words.len() <= to_usize(WORDS_MAX.into()), "more words than a reader takes");
+    let count = u32::try_from(words.len()).unwrap_or(u32::MAX);
+    out.extend_from_slice(&kind.to_be_bytes());
+    out.extend_from_slice(&count.to_be_bytes());
+    out.extend_from_slice(&value.to_be_bytes());
+    words.iter().for_each(|word| out.extend_from_slice(&word.to_be_bytes()));
+}
+
+fn words(counters: &OutputCounters) -> [u64; 9] {
+    [
+        counters.held_packets,
+        counters.held_bytes,
+        counters.released_packets,
+        counters.released_bytes,
+        counters.overflow_packets,
+        counters.aborted_packets,
+        counters.undelivered_packets,
+        to_nanos(counters.median_hold),
+        to_nanos(counters.longest_hold),
+    ]
+}
+
+/// Reads counters; those that are missing are 0.
+fn counters(words: &[u8]) -> OutputCounters {
+    let mut words = words.chunks_exact(8).filter_map(|eight| eight.first_chunk()).map(|word| u64::from_be_bytes(*word));
+    let mut next = || words.next().unwrap_or(0);
+    let mut counters = OutputCounters::default();
+    counters.held_packets = next();
+    counters.held_bytes = next();
+    counters.released_packets = next();
+    counters.released_bytes = next();
+    counters.overflow_packets = next();
+    counters.aborted_packets = next();
+    counters.undelivered_packets = next();
+    counters.median_hold = Duration::from_nanos(next());
+    counters.longest_hold = Duration::from_nanos(next());
+    counters
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn messages_are_read_as_they_were_written() {
+        let mut counters = OutputCounters::default();
+        counters.held_packets = 1 << 40;
+        counters.undelivered_packets = 7;
+        counters.longest_hold = Duration::from_micros(123);
+        for answer in [
+            Answer::Welcome(VERSION),
+            Answer::Busy,
+            Answer::Sealed(u64::MAX),
+            Answer::Output,
+            Answer::Full,
+            Answer::Counters(counters),
+            Answer::Aborted(3),
+        ] {
+            let mut bytes = Vec::new();
+            answer.encode(&mut bytes);
+            assert_eq!(Answer::decode(&bytes), Ok(Some((answer, bytes.len()))));
+            assert_eq!(Answer::decode(&bytes[..bytes.len() - 1]), Ok(None));
+        }
+        for order in [Order::Hello(1), Order::Seal(5), Order::Commit(1 << 33), Order::Abort(0)] {
+            let mut bytes = Vec::new();
+            order.encode(&mut bytes);
+            bytes.push(0);
+            assert_eq!(Order::decode(&bytes), Ok(Some((order, HEADER))));
+        }
+    }
+
+    #[test]
+    fn unknown_messages_and_endless_ones_are_refused() {
+        let mut bytes = Vec::new();
+        encode(9, 0, &[], &mut bytes);
+        assert_eq!(Order::decode(&bytes), Err(MessageError::Kind(9)));
+        bytes[4..8].copy_from_slice(&u32::MAX.to_be_bytes());
+        assert_eq!(Order::decode(&bytes), Err(MessageError::Words { kind: 9, words: u32::MAX }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_message_within_them_or_none(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            for read in [Answer::decode(&bytes).map(|read| read.map(|(_, length)| length)),
+                Order::decode(&bytes).map(|read| read.map(|(_, length)| length))]
+            {
+                prop_assert!(read.is_err() || read.unwrap().is_none_or(|length| length <= bytes.len()));
+            }
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! The VM's side of a gate: the socket that QEMU's stream back end connects to.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use super::frame::FrameReader;
+use super::queue::{FrameQueue, FrameSink};
+
+/// System calls in a row that read from one VM, so that it cannot keep a gate from everything else.
+const READS: usize = 64;
+
+impl FrameSink for UnixStream {
+    fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+        (&mut &*self).write(bytes)
+    }
+
+    fn takes_packets(&self) -> bool {
+        false
+    }
+}
+
+/// The reason why a VM is not connected any more.
+#[derive(Debug)]
+pub(super) struct VmLost(pub(super) io::Error);
+
+/// The end of a read.
+#[derive(Debug)]
+pub(super) enum VmRead {
+    /// Nothing more is there.
+    Empty,
+    /// More may be there.
+    More,
+    /// The VM is gone.
+    Lost(VmLost),
+}
+
+/// The listening socket, and the VM that is connected. Another one waits until that one is gone.
+#[derive(Debug)]
+pub(super) struct VmPort {
+    listener: UnixListener,
+    vm: Option<UnixStream>,
+    reader: FrameReader,
+    queue: FrameQueue,
+    /// Frames that no VM was there for, or that did not read them.
+    undelivered: u64,
+}
+
+impl VmPort {
+    pub(super) fn new(listener: UnixListener, limit: u64) -> Self {
+        let (reader, queue) = (FrameReader::new(), FrameQueue::new(limit));
+        Self { listener, vm: None, reader, queue, undelivered: 0 }
+    }
+
+    pub(super) const fn is_connected(&self) -> bool {
+        self.vm.is_some()
+    }
+
+    pub(super) const fn undelivered(&self) -> u64 {
+        self.undelivered
+    }
+
+    /// The listening socket if no VM is connected.
+    pub(super) fn listener_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.vm.is_none().then(|| self.listener.as_fd())
+    }
+
+    pub(super) fn vm_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.vm.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Whether frames wait for it.
+    pub(super) const fn has_frames(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Whether it takes no more frames for now.
+    pub(super) const fn is_full(&self) -> bool {
+        self.queue.is_full()
+    }
+
+    /// Accepts a VM that waits. Returns whether there was one.
+    pub(super) fn accept(&mut self) -> io::Result<bool> {
+        match self.listener.accept() {
+            Ok((vm, _)) => {
+                vm.set_nonblocking(true)?;
+                self.reader.restart();
+                self.vm = Some(vm);
+                Ok(true)
+            }
+            Err(error) if is_passing(&error) || error.kind() == io::ErrorKind::ConnectionAborted => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes a frame for the VM.
+    pub(super) fn push(&mut self, frame: &[u8]) {
+        if self.vm.is_none() || !self.queue.push(frame) {
+            self.undelivered += 1;
+        }
+    }
+
+    /// Writes as many frames as the VM takes.
+    pub(super) fn write(&mut self) -> Option<VmLost> {
+        let vm = self.vm.as_ref()?;
+        self.queue.write_to(vm).err().map(|error| self.lose(error))
+    }
+
+    /// Reads frames that the VM has sent; each goes to `take` with its length. One that has come in part stays for later.
+    pub(super) fn read(&mut self, mut take: impl FnMut(&[u8])) -> VmRead {
+        let Some(vm) = self.vm.as_ref() else { return VmRead::Empty };
+        for _ in 0..READS {
+            let error = match (&*vm).read(self.reader.room()) {
+                Ok(0) => io::ErrorKind::UnexpectedEof.into(),
+                Ok(count) => {
+                    self.reader.arrived(count);
+                    loop {
+                        match self.reader.next_frame() {
+                            Ok(Some(frame)) => take(frame),
+                            Ok(None) => break,
+                            Err(error) => {
+                                return VmRead::Lost(self.lose(io::Error::new(io::ErrorKind::InvalidData, error)));
+                            }
+                        }
+                    }
+                    continue;
+                }
+                Err(error) => error,
+            };
+            match error.kind() {
+                io::ErrorKind::WouldBlock => return VmRead::Empty,
+                io::ErrorKind::Interrupted => {}
+                _ => return VmRead::Lost(self.lose(error)),
+            }
+        }
+        VmRead::More
+    }
+
+    fn lose(&mut self, error: io::Error) -> VmLost {
+        self.undelivered += self.queue.clear();
+        self.vm = None;
+        VmLost(error)
+    }
+}
+
+/// Whether nothing is there for now.
+pub(super) fn is_passing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}
