@@ -36,6 +36,10 @@ pub enum ProtectError {
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
 
+    /// A gate of the VM's output.
+    #[error("the output of the VM cannot be held back")]
+    Gate(#[source] limosa_migrate::VmError),
+
     /// Protection is not possible with this QEMU, this VM or these options.
     #[error("{0}")]
     Refused(String),

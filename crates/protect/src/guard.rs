@@ -5,8 +5,11 @@ use std::time::{Duration, Instant};
 
 use limosa_migrate::Handle;
 use limosa_migrate::control::{DeferredStop, Stop};
+use limosa_migrate::output::OutputSignal;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{Event, QmpError};
+
+use crate::series::Series;
 
 /// How often the VM is looked at. Events end the wait at once.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -55,6 +58,8 @@ pub(crate) struct Guard<'a> {
     monitor: &'a Monitor,
     handle: &'a Handle,
     pulse: &'a Pulse,
+    /// Ends a wait for the next checkpoint.
+    signal: &'a OutputSignal,
     stall_timeout: Duration,
     /// The channel is not shut down by a stop before COLO has been ended: the VM may wait for an answer on it.
     deferred: Option<DeferredStop>,
@@ -67,10 +72,19 @@ pub(crate) struct Guard<'a> {
 
 impl<'a> Guard<'a> {
     /// A guard of a VM that runs.
-    pub(crate) fn new(monitor: &'a Monitor, handle: &'a Handle, pulse: &'a Pulse, stall_timeout: Duration) -> Self {
-        let deferred = Some(handle.control.defer_stop());
-        let progress = (0, Instant::now());
-        Self { monitor, handle, pulse, stall_timeout, deferred, stopped: None, progress, seen: Seen::default() }
+    pub(crate) fn new(series: &Series<'a>) -> Self {
+        let Series { monitor, handle, pulse, outputs, options, .. } = *series;
+        Self {
+            monitor,
+            handle,
+            pulse,
+            signal: outputs.signal,
+            stall_timeout: options.stall_timeout,
+            deferred: Some(handle.control.defer_stop()),
+            stopped: None,
+            progress: (0, Instant::now()),
+            seen: Seen::default(),
+        }
     }
 
     /// Watches until `is_over`.
@@ -88,6 +102,7 @@ impl<'a> Guard<'a> {
         }
         // A QEMU that does not answer obeys no command either, and its channel must end.
         self.deferred = None;
+        self.signal.close();
         self.seen
     }
 
@@ -130,6 +145,7 @@ impl<'a> Guard<'a> {
             Err(_) => self.seen.gone = true,
         }
         self.deferred = None;
+        self.signal.close();
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Listener, Options};
 use limosa_migrate::MigrateError;
+use limosa_migrate::output::{OutputGate, OutputSignal};
 use limosa_qemu::monitor::{MigrationStatus, Monitor};
 use limosa_qemu::takeover::{Actor, take_over};
 use limosa_qemu::{JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, WatchdogEnd};
@@ -15,6 +16,7 @@ use limosa_snapshot::{CheckpointBase, CheckpointDirectory};
 use crate::error::ProtectError;
 use crate::guard::{Guard, Pulse, Seen};
 use crate::options::ProtectOptions;
+use crate::outputs::Outputs;
 use crate::preflight::Preflight;
 use crate::report::{KeptCheckpoint, ProtectEnd, ProtectReport};
 use crate::series::{Kept, Series};
@@ -37,6 +39,8 @@ pub struct ProtectRequest<'a> {
     pub options: &'a ProtectOptions,
     /// The handles by which the job is watched and stopped.
     pub watch: JobContext<'a>,
+    /// The gates that hold the VM's output back. Without any it leaves before the checkpoint that knows of it.
+    pub gates: &'a [&'a dyn OutputGate],
     /// Called after each checkpoint, on the thread that receives: the next one waits for it.
     pub kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     /// Starts the watchdog of the job, and may decline; without one a keeper that is killed may leave the VM standing
@@ -49,6 +53,7 @@ impl fmt::Debug for ProtectRequest<'_> {
         f.debug_struct("ProtectRequest")
             .field("directory", &self.directory)
             .field("options", &self.options)
+            .field("gates", &self.gates.len())
             .finish_non_exhaustive()
     }
 }
@@ -60,16 +65,19 @@ impl fmt::Debug for ProtectRequest<'_> {
 /// VM runs and QEMU is as it was found, unless QEMU does not answer: the record stays in it then, and `limosa resume`
 /// finishes.
 pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectError> {
-    let ProtectRequest { monitor, directory, options, watch, kept, start_watchdog } = request;
+    let ProtectRequest { monitor, directory, options, watch, gates, kept, start_watchdog } = request;
     let begun = Instant::now();
     JobRecord::expect_none(monitor)?;
     let vm = Preflight::check(monitor, options)?;
-    let change = monitor.plan_settings(&vm.settings(options))?;
+    let signal = OutputSignal::new();
+    let outputs = Outputs { gates, signal: &signal };
+    let change = monitor.plan_settings(&vm.settings(options, outputs.paces(options)))?;
     if let Some(missing) = change.unknown.iter().find(|name| ["x-colo", "x-checkpoint-delay"].contains(&name.as_str()))
     {
         return Err(ProtectError::Refused(format!("this QEMU was built without COLO (it does not know {missing})")));
     }
     let base = CheckpointDirectory::open(directory)?.receive_base(options.store)?;
+    outputs.watch()?;
     let watchdog = start_watchdog()?;
     let record = JobRecord::new(JobKind::Protect, vm.manifest.id, directory, true, change.undo.clone());
     if let Err(error) = record.create(monitor) {
@@ -81,7 +89,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     tracing::info!("QEMU's settings that change: {}", change.set);
     let pulse = Pulse::new();
     let (handle, notice) = (watch.handle, watch.notice);
-    let series = Series { monitor, options, handle, notice, kept, pulse: &pulse };
+    let series = Series { monitor, options, handle, notice, kept, pulse: &pulse, outputs };
     let done = monitor.apply_settings(&change.set).map_err(ProtectError::from).and_then(|()| run(series, base, vm));
     let (vm_state, tidied) = end(monitor, &record, notice);
     match watchdog {
@@ -112,6 +120,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
             equal_pages: tally.equal_pages,
             zero_pages: tally.zero_pages,
             bytes: tally.bytes,
+            output: tally.output,
             vm_state,
             elapsed: begun.elapsed(),
         }),
@@ -123,12 +132,12 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
 
 /// Has QEMU send its checkpoints here, and keeps them until they end.
 fn run(series: Series<'_>, base: CheckpointBase, vm: Preflight) -> Result<(Kept, Seen), ProtectError> {
-    let Series { monitor, options, handle, pulse, .. } = series;
+    let Series { monitor, handle, .. } = series;
     let (_directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
     monitor.qmp().take_events()?;
     monitor.migrate(&listener.local_uri().to_string(), false)?;
     let channel = accept(monitor, handle, &listener)?;
-    let guard = Guard::new(monitor, handle, pulse, options.stall_timeout);
+    let guard = Guard::new(&series);
     thread::scope(|scope| {
         let keeping = thread::Builder::new().name("checkpoints".into());
         let keeping = keeping.spawn_scoped(scope, move || series.keep(channel, base, vm.manifest));

@@ -35,6 +35,7 @@
 //!     directory: "/srv/vm".as_ref(),
 //!     options: &ProtectOptions::default(),
 //!     watch: JobContext::new(&handle, &notice),
+//!     gates: &[],
 //!     kept: &kept,
 //!     start_watchdog: &|| Ok(None),
 //! })?;
@@ -47,13 +48,14 @@ pub mod gate;
 mod guard;
 mod keeper;
 mod options;
+mod outputs;
 mod preflight;
 mod report;
 mod series;
 
 pub use error::ProtectError;
 pub use keeper::{ProtectRequest, protect};
-pub use options::{ProtectDisks, ProtectOptions};
+pub use options::{CheckpointTiming, ProtectDisks, ProtectOptions};
 pub use report::{KeptCheckpoint, Percentiles, ProtectEnd, ProtectReport};
 
 /// The example of the README, compiled.

@@ -14,12 +14,40 @@ pub enum ProtectDisks {
     Ignore,
 }
 
+/// Time from one checkpoint to the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CheckpointTiming {
+    /// Always the same, at least 1 ms. A gate that is nearly full makes it shorter.
+    Period(Duration),
+    /// As long as nothing wants to leave the VM (Kemari's rule), and at most this.
+    Output {
+        /// The longest time.
+        at_most: Duration,
+    },
+}
+
+impl CheckpointTiming {
+    /// Longest time from one checkpoint to the next.
+    #[must_use]
+    pub const fn longest(self) -> Duration {
+        match self {
+            Self::Period(longest) | Self::Output { at_most: longest } => longest,
+        }
+    }
+
+    /// Whether output makes it shorter.
+    #[must_use]
+    pub const fn is_by_output(self) -> bool {
+        matches!(self, Self::Output { .. })
+    }
+}
+
 /// How a VM is protected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProtectOptions {
-    /// Time from one checkpoint to the next (QEMU's `x-checkpoint-delay`), at least 1 ms.
-    pub every: Duration,
+    /// Time from one checkpoint to the next.
+    pub every: CheckpointTiming,
     /// How long the VM may stand still for a checkpoint that makes no progress. After it COLO is ended, and the VM
     /// continues without protection.
     pub stall_timeout: Duration,
@@ -33,7 +61,7 @@ impl Default for ProtectOptions {
     /// Every 100 ms, stalls of up to 2 s, no disks, checkpoints that survive the end of any process.
     fn default() -> Self {
         Self {
-            every: Duration::from_millis(100),
+            every: CheckpointTiming::Period(Duration::from_millis(100)),
             stall_timeout: Duration::from_secs(2),
             disks: ProtectDisks::Refuse,
             store: CheckpointOptions::default(),

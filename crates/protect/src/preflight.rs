@@ -84,8 +84,11 @@ impl Preflight {
     }
 
     /// How QEMU must be set: what COLO needs is on, and everything that would give the stream another form is off.
-    pub(crate) fn settings(&self, options: &ProtectOptions) -> Settings {
-        let every = u64::try_from(options.every.as_millis()).unwrap_or(u64::MAX).max(1);
+    /// With `paced_here` it asks for checkpoints all the time, and is answered when one is due.
+    pub(crate) fn settings(&self, options: &ProtectOptions, paced_here: bool) -> Settings {
+        let every = if paced_here { Duration::ZERO } else { options.every.longest() };
+        // 0 would starve the guest's timers.
+        let every = u64::try_from(every.as_millis()).unwrap_or(u64::MAX).max(1);
         let mut wish = Settings::new()
             .capability("events", true)
             .capability("x-colo", true)
@@ -136,6 +139,7 @@ fn check_version(version: Version, kvm: bool) -> Result<(), ProtectError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::options::CheckpointTiming;
 
     #[test]
     fn a_qemu_whose_colo_does_not_work_is_refused_by_version_and_accelerator() {
@@ -162,9 +166,11 @@ mod tests {
     #[test]
     fn nothing_that_changes_the_streams_form_stays_on() {
         let found = Preflight { manifest: Manifest::new(), return_path: true };
-        let options = ProtectOptions { every: Duration::from_micros(10), ..ProtectOptions::default() };
-        let settings = found.settings(&options);
+        let every = CheckpointTiming::Period(Duration::from_micros(10));
+        let options = ProtectOptions { every, ..ProtectOptions::default() };
+        let settings = found.settings(&options, false);
         assert_eq!(settings.parameters["x-checkpoint-delay"], 1, "0 would starve the guest");
+        assert_eq!(found.settings(&ProtectOptions::default(), true).parameters["x-checkpoint-delay"], 1);
         let on: Vec<_> = settings.capabilities.iter().filter(|(_, on)| **on).map(|(name, _)| name.as_str()).collect();
         assert_eq!(on, ["events", "return-path", "x-colo"]);
     }

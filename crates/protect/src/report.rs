@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
+use limosa_migrate::output::OutputCounters;
 use limosa_snapshot::Checkpoint;
 
 use crate::error::ProtectError;
@@ -29,6 +30,8 @@ pub struct KeptCheckpoint {
     pub bytes: u64,
     /// Its pages and its file.
     pub stored: Checkpoint,
+    /// Output that was held back in the series until the checkpoint before it; `None` if output is free.
+    pub output: Option<OutputCounters>,
 }
 
 /// Percentiles of a time.
@@ -77,6 +80,8 @@ pub struct ProtectReport {
     pub zero_pages: u64,
     /// Bytes that came for checkpoints.
     pub bytes: u64,
+    /// Output that was held back; `None` if output was free.
+    pub output: Option<OutputCounters>,
     /// The VM's state now, by QEMU's name; `unknown` if QEMU does not answer.
     pub vm_state: String,
     /// From the first command to the end.
@@ -93,12 +98,13 @@ pub(crate) struct Tally {
     pub(crate) equal_pages: u64,
     pub(crate) zero_pages: u64,
     pub(crate) bytes: u64,
+    pub(crate) output: Option<OutputCounters>,
 }
 
 impl Tally {
     pub(crate) fn new() -> Self {
         let (pauses, periods) = (Times::new(), Times::new());
-        Self { pauses, periods, checkpoints: 0, pages: 0, equal_pages: 0, zero_pages: 0, bytes: 0 }
+        Self { pauses, periods, checkpoints: 0, pages: 0, equal_pages: 0, zero_pages: 0, bytes: 0, output: None }
     }
 
     /// Counts a checkpoint.

@@ -1,8 +1,12 @@
 //! The series: a base, and one checkpoint after the other into the store.
 //!
-//! The order of each turn: the store catches up while the VM runs, the VM is let stop, its checkpoint is received, the
-//! VM is let continue, the checkpoint is committed. So the pause holds nothing but receiving. A checkpoint that came
-//! whole is committed also if QEMU has died meanwhile: it is the newest state that there is.
+//! The order of each turn: the store catches up while the VM runs, the VM is let stop, its checkpoint is received, its
+//! output is sealed, the VM is let continue, the checkpoint is committed, its output is let out. So the pause holds
+//! nothing but receiving and the seal. A checkpoint that came whole is committed also if QEMU has died meanwhile: it is
+//! the newest state that there is.
+//!
+//! QEMU's own period is used if nothing is gated. Otherwise QEMU wants to make a checkpoint at once, and its request is
+//! answered when one is due: the VM runs until then, and output or a gate that is nearly full is not waited for.
 
 use std::path::PathBuf;
 use std::thread;
@@ -10,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_migrate::checkpoints::{Checkpoints, NextCheckpoint};
+use limosa_migrate::output::CheckpointCause;
 use limosa_migrate::stored::{Destination, DestinationOptions};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{Monitor, RunState};
@@ -18,6 +23,7 @@ use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
 use crate::error::ProtectError;
 use crate::guard::Pulse;
 use crate::options::ProtectOptions;
+use crate::outputs::Outputs;
 use crate::report::{KeptCheckpoint, Tally};
 
 /// Pages that the store copies before it looks for a stop.
@@ -34,6 +40,7 @@ pub(crate) struct Series<'a> {
     pub(crate) notice: &'a (dyn Fn(&str) + Sync),
     pub(crate) kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     pub(crate) pulse: &'a Pulse,
+    pub(crate) outputs: Outputs<'a>,
 }
 
 /// A series that has ended.
@@ -50,6 +57,13 @@ impl Series<'_> {
     pub(crate) fn keep(self, channel: Channel, base: CheckpointBase, manifest: Manifest) -> Kept {
         let mut kept = Kept { tally: Tally::new(), newest: None, end: Ok(()) };
         kept.end = self.run(channel, base, manifest, &mut kept);
+        let aborted = self.outputs.abort(kept.tally.checkpoints + 1);
+        kept.tally.output = self.outputs.counters();
+        if kept.end.is_ok() {
+            kept.end = aborted;
+        } else if let Err(error) = aborted {
+            tracing::info!("{error}");
+        }
         kept
     }
 
@@ -63,6 +77,8 @@ impl Series<'_> {
         let options = DestinationOptions { colo: true, ..DestinationOptions::default() };
         let received = Destination::new(&mut base, channel, self.handle).options(options).run()?;
         let mut checkpoints = received.into_checkpoints()?;
+        // The VM stands still since the end of the base.
+        self.outputs.seal(0)?;
         checkpoints.begin()?;
         self.pulse.set_pausing(false);
         // Before it the base is not certain, and must not take the place of an older checkpoint.
@@ -73,31 +89,34 @@ impl Series<'_> {
         manifest.pages.resent = checkpoints.base().stats.resent_pages;
         let mut pair = base.finish(&checkpoints.base().tail, manifest)?;
         kept.newest = Some(pair.newest().path.clone());
+        self.outputs.commit(0)?;
         tracing::info!("checkpoint 0 counts: {}", pair.newest().path.display());
         let mut before = None;
         loop {
-            let (one, loaded) = self.checkpoint(&mut checkpoints, &mut pair, &mut before)?;
+            let (one, after) = self.checkpoint(&mut checkpoints, &mut pair, &mut before)?;
             kept.tally.add(&one);
             (self.kept)(&one);
-            loaded?;
+            after?;
             if checkpoints.wait_request(None)? == NextCheckpoint::Ended {
                 return Ok(());
             }
         }
     }
 
-    /// Takes one turn, whose request has come. Returns a checkpoint that counts, and whether QEMU has heard of it.
+    /// Takes one turn, whose request has come. Returns a checkpoint that counts, and the failure after which there can
+    /// be no other: QEMU has not heard of it, or its output cannot be let out.
     fn checkpoint(
         self,
         checkpoints: &mut Checkpoints,
         pair: &mut CheckpointPair,
         before: &mut Option<Instant>,
-    ) -> Result<(KeptCheckpoint, Result<(), MigrateError>), ProtectError> {
+    ) -> Result<(KeptCheckpoint, Result<(), ProtectError>), ProtectError> {
         let begun = Instant::now();
         while pair.catch_up(CATCH_UP_PAGES)? > 0 {
             self.check_stop()?;
         }
         let catch_up = begun.elapsed();
+        self.wait_due(*before)?;
         self.wait_running()?;
         self.pulse.set_pausing(true);
         let stopping = Instant::now();
@@ -109,17 +128,32 @@ impl Series<'_> {
                 return Err(error.into());
             }
         };
-        // The checkpoint is whole from here on, even if QEMU ends now.
+        // The checkpoint is whole from here on, even if QEMU or a gate ends now.
+        let sealed = self.outputs.seal(checkpoint.number);
         let loaded = checkpoints.loaded();
         self.pulse.set_pausing(false);
         let continued = Instant::now();
         let stored = pair.commit(&checkpoint.sections)?;
         let commit = continued.elapsed();
+        let released = sealed.and_then(|()| self.outputs.commit(checkpoint.number));
         let pause = loaded.as_ref().map_or_else(|_| stopping.elapsed(), |pause| *pause);
         let period = before.replace(stopping).map(|before| stopping.saturating_duration_since(before));
-        let (number, bytes) = (stored.number, checkpoint.stats.bytes);
-        let kept = KeptCheckpoint { number, pause, commit, catch_up, period, bytes, stored };
-        Ok((kept, loaded.map(drop)))
+        let (number, bytes, output) = (stored.number, checkpoint.stats.bytes, self.outputs.counters());
+        let kept = KeptCheckpoint { number, pause, commit, catch_up, period, bytes, stored, output };
+        Ok((kept, released.and_then(|()| Ok(loaded.map(drop)?))))
+    }
+
+    /// Waits until the next checkpoint is due, if that is not up to QEMU.
+    fn wait_due(self, before: Option<Instant>) -> Result<(), ProtectError> {
+        if self.outputs.paces(self.options) {
+            let until = before.unwrap_or_else(Instant::now) + self.options.every.longest();
+            let cause = self.outputs.signal.wait(until, self.options.every.is_by_output());
+            tracing::debug!("a checkpoint is due: {cause:?}");
+            if cause == CheckpointCause::Closed {
+                self.check_stop()?;
+            }
+        }
+        Ok(())
     }
 
     /// Waits until the VM runs: a checkpoint would start one that was stopped. QEMU waits for its reply meanwhile, and

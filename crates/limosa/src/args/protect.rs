@@ -4,10 +4,14 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use limosa_console::parse;
+use limosa_protect::CheckpointTiming;
+use limosa_protect::gate::NetworkAddress;
 use limosa_qemu::qmp::MonitorAddress;
 
+use super::serve::{parse_group, parse_mode, socket_path};
 use super::{HowArgs, SteerArgs};
 
 #[derive(Debug, Args)]
@@ -15,9 +19,11 @@ use super::{HowArgs, SteerArgs};
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true,
     after_long_help = "limosa protect --qmp /run/vm.qmp /srv/vm --every 100ms\n  \
+limosa protect gate /run/vm.gate --listen /run/vm.net --net tap:tap0\n  \
+limosa protect --qmp /run/vm.qmp /srv/vm --every event --gate /run/vm.gate\n  \
 limosa protect failover /srv/vm --fence 'ssh host poweroff' -- qemu-system-x86_64 -m 4G ...\n\n\
-DIR/checkpoint.limosa is at every moment a whole snapshot. The VM needs QEMU 11.1, or 10.0.7 with KVM. Its network \
-output is not held back: after a failover, others may have seen what the VM no longer knows."
+DIR/checkpoint.limosa is at every moment a whole snapshot. The VM needs QEMU 11.1, or 10.0.7 with KVM. Without --gate \
+its network output is not held back: after a failover, others may have seen what the VM no longer knows."
 )]
 pub(crate) struct ProtectArgs {
     #[command(subcommand)]
@@ -31,6 +37,8 @@ pub(crate) struct ProtectArgs {
 pub(crate) enum ProtectCommand {
     /// Start a QEMU from the newest checkpoint, once the protected VM cannot run any more
     Failover(Box<FailoverArgs>),
+    /// Forward a VM's network, and hold its output back while a limosa protect keeps checkpoints of it
+    Gate(Box<GateArgs>),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -49,6 +57,12 @@ pub(crate) enum ProtectDisksArg {
     Ignore,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputArg {
+    /// It leaves at once: after a failover others may have seen what the VM does not know
+    Free,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct KeepArgs {
     /// QEMU's monitor: a unix socket's path, unix:PATH or tcp:HOST:PORT
@@ -59,9 +73,19 @@ pub(crate) struct KeepArgs {
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
 
-    /// Time between checkpoints, at least 1 ms
-    #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "100ms")]
-    pub(crate) every: Duration,
+    /// Time between checkpoints, at least 1 ms; or event[:TIME]: as soon as a gate holds output, and at the latest after
+    /// TIME (1s)
+    #[arg(long, value_name = "TIME", value_parser = parse_timing, default_value = "100ms")]
+    pub(crate) every: CheckpointTiming,
+
+    /// Hold network output back until its checkpoint counts, by the gate at this socket (see `limosa protect gate`).
+    /// Repeat it for each network of the VM
+    #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path))]
+    pub(crate) gate: Vec<PathBuf>,
+
+    /// Treatment of output; free without --gate
+    #[arg(long, value_enum, conflicts_with = "gate")]
+    pub(crate) output: Option<OutputArg>,
 
     /// Failures that a checkpoint must survive before it counts
     #[arg(long, value_enum, default_value_t = DurableArg::Process)]
@@ -82,6 +106,58 @@ pub(crate) struct KeepArgs {
     /// Print one JSON object on stdout when done
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_long_help = "qemu-system-x86_64 ... -netdev \
+stream,id=n0,server=off,addr.type=unix,addr.path=/run/vm.net,reconnect-ms=100\n  \
+limosa protect gate /run/vm.gate --listen /run/vm.net --net unix:/run/passt.sock\n\n\
+One gate for each network of the VM. It must run as long as the VM: without it the VM has no network. While no \
+limosa protect has it, frames leave at once.")]
+pub(crate) struct GateArgs {
+    /// Create the socket here that limosa protect --gate connects to
+    #[arg(value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path))]
+    pub(crate) socket: PathBuf,
+
+    /// Create the socket here that the VM's `-netdev stream` connects to
+    #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path))]
+    pub(crate) listen: PathBuf,
+
+    /// The VM's network: a tap device, tap:NAME, or a socket that speaks the framing of QEMU's stream back end,
+    /// unix:PATH (passt, another QEMU)
+    #[arg(long, value_name = "NET")]
+    pub(crate) net: NetworkAddress,
+
+    /// Most bytes of output that are held. At half of it a checkpoint is made at once; what comes beyond it is dropped
+    #[arg(long, value_name = "SIZE", value_parser = parse::size, default_value = "64M")]
+    pub(crate) limit: u64,
+
+    /// How long output is still held after limosa protect has died, in case the VM dies with it
+    #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "1s")]
+    pub(crate) grace: Duration,
+
+    /// Mode of the socket of --listen, in octal: 660 for a group. The other one is always for its owner alone
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, default_value = "600")]
+    pub(crate) socket_mode: u32,
+
+    /// Group of the socket of --listen: a name in /etc/group, or a number
+    #[arg(long, value_name = "GROUP", value_parser = parse_group)]
+    pub(crate) socket_group: Option<u32>,
+
+    /// Print one JSON object on stdout when done
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Parses a time, or `event` with the longest time.
+fn parse_timing(text: &str) -> Result<CheckpointTiming, String> {
+    const AT_MOST: Duration = Duration::from_secs(1);
+    let time = |text| parse::time(text).map_err(|error| format!("{error}; or event or event:TIME"));
+    match text.split_once(':') {
+        None if text == "event" => Ok(CheckpointTiming::Output { at_most: AT_MOST }),
+        Some(("event", longest)) => Ok(CheckpointTiming::Output { at_most: time(longest)? }),
+        _ => Ok(CheckpointTiming::Period(time(text)?)),
+    }
 }
 
 #[derive(Debug, Args)]
@@ -115,4 +191,24 @@ pub(crate) struct FailoverArgs {
     /// The command line that the protected VM was started with; limosa adds -incoming and a private monitor
     #[arg(value_name = "QEMU", last = true, required = true)]
     pub(crate) command: Vec<OsString>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checkpoints_are_timed_by_a_period_or_by_output() {
+        let second = Duration::from_secs(1);
+        for (text, timing) in [
+            ("20ms", CheckpointTiming::Period(Duration::from_millis(20))),
+            ("event", CheckpointTiming::Output { at_most: second }),
+            ("event:500ms", CheckpointTiming::Output { at_most: second / 2 }),
+        ] {
+            assert_eq!(parse_timing(text), Ok(timing), "{text}");
+        }
+        for text in ["events", "event:", "event:0", "0", "", "1s:event"] {
+            assert!(parse_timing(text).is_err(), "{text}");
+        }
+    }
 }

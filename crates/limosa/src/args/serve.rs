@@ -147,7 +147,7 @@ fn parse_address(text: &str) -> Result<Uri, String> {
 }
 
 /// The path of a socket, which may be given as other sockets are.
-fn socket_path(text: OsString) -> PathBuf {
+pub(super) fn socket_path(text: OsString) -> PathBuf {
     match text.as_encoded_bytes().strip_prefix(b"unix:") {
         Some(path) => OsStr::from_bytes(path).into(),
         None => text.into(),
@@ -155,7 +155,7 @@ fn socket_path(text: OsString) -> PathBuf {
 }
 
 /// Parses the mode of a socket's file.
-fn parse_mode(text: &str) -> Result<u32, String> {
+pub(super) fn parse_mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
         Ok(mode) if mode <= 0o777 => Ok(mode),
         _ => Err("must be octal, from 0 to 777".into()),
@@ -163,7 +163,7 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 }
 
 /// Parses a group: its name or number.
-fn parse_group(text: &str) -> Result<u32, String> {
+pub(super) fn parse_group(text: &str) -> Result<u32, String> {
     // The last one means none (chown(2)).
     if let Some(number) = text.parse().ok().filter(|number| *number != u32::MAX) {
         return Ok(number);

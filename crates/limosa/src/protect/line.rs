@@ -32,13 +32,18 @@ impl StatusLine {
         let mut longest = self.longest.lock();
         *longest = longest.max(kept.pause);
         bar.set_message(format!(
-            "checkpoint {}: every {}, pause {} ({} at most), {} pages, {}",
+            "checkpoint {}: every {}, pause {} ({} at most), {} pages, {}{}",
             kept.number,
             quantity::time(kept.period.unwrap_or(self.every)),
             quantity::time(kept.pause),
             quantity::time(*longest),
             quantity::count(kept.stored.pages.contents),
             quantity::bytes(kept.bytes),
+            kept.output.as_ref().map_or_else(String::new, |output| format!(
+                ", {} frames held for {}",
+                quantity::count(output.held_packets),
+                quantity::time(output.median_hold)
+            )),
         ));
     }
 }

@@ -6,8 +6,10 @@
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod stage;
 
+mod outside;
 mod scene;
 
 mod ends;
 mod failover;
+mod gate;
 mod refusals;

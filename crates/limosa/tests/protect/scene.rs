@@ -37,9 +37,15 @@ pub(crate) struct Scene {
 
 impl Scene {
     pub(crate) fn new() -> Self {
+        Self::of(|_| machine())
+    }
+
+    /// The folder of a test with this machine, whose sockets are in the folder.
+    pub(crate) fn of(machine: impl FnOnce(&Path) -> Machine) -> Self {
         let folder = scratch().unwrap();
         std::fs::create_dir(folder.path().join("tmp")).unwrap();
-        Self { folder, machine: machine() }
+        let machine = machine(folder.path());
+        Self { folder, machine }
     }
 
     /// Starts the guest and waits until it beats.
@@ -88,6 +94,17 @@ impl Scene {
             assert!(keeper.is_running() || newest >= Some(number), "limosa ended: {}", keeper.stderr());
             newest.filter(|newest| *newest >= number)
         });
+    }
+
+    /// `limosa protect gate ...` between `vm.net` and `world.net`, once it listens.
+    pub(crate) fn gate(&self, more: &[&str]) -> Program {
+        let at = |name: &str| self.path(name).display().to_string();
+        let net = format!("unix:{}", at("world.net"));
+        let (socket, listen) = (at("gate"), at("vm.net"));
+        let arguments = ["protect", "gate", &socket, "--listen", &listen, "--net", &net];
+        let gate = start(arguments.iter().chain(more));
+        wait_for("the gate", || self.path("gate").exists().then_some(()));
+        gate
     }
 
     /// `limosa protect failover OPTIONS DIR -- QEMU`.
