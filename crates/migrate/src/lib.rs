@@ -111,8 +111,11 @@ pub use live::{
 ///     Ok(checkpoints.received())
 /// }
 /// ```
+///
+/// Checkpoints of a VM that runs here are made by [`LiveSource::make_checkpoints`], in the same stream.
 pub mod checkpoints {
     pub use crate::destination::{Checkpoint, CheckpointStats, Checkpoints, NextCheckpoint};
+    pub use crate::live::source::{CheckpointReport, CheckpointSourceOptions, CheckpointsEnded};
 }
 
 /// Several channels of one migration, as QEMU's capability `multifd` has them.

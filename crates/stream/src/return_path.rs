@@ -131,6 +131,11 @@ impl ReturnDecoder {
         self.offset
     }
 
+    /// Returns the bytes behind the last message.
+    pub fn rest(&self) -> &[u8] {
+        &self.buffer[self.begin..]
+    }
+
     /// Whether the bytes so far end between two messages.
     pub fn is_between_messages(&self) -> bool {
         self.begin == self.buffer.len()

@@ -3,6 +3,8 @@
 //! START and FULL carry the section's name, PART and END only its id; each body is followed by a footer that repeats
 //! the id. No length travels with a body: a reader that cannot decode a body cannot skip it.
 
+use limosa_page::to_u64;
+
 use crate::cursor::{Cursor, Stop, put_name};
 use crate::error::EncodeError;
 
@@ -126,4 +128,18 @@ pub fn encode_footer(id: u32, out: &mut Vec<u8>) {
 /// Appends the byte that ends the sections.
 pub fn encode_eof(out: &mut Vec<u8>) {
     out.push(EOF);
+}
+
+/// Appends the description of the devices, which follows the byte that ends the sections.
+///
+/// # Errors
+/// It has 4 GiB or more. `out` is then as before.
+pub fn encode_description(description: &[u8], out: &mut Vec<u8>) -> Result<(), EncodeError> {
+    let value = to_u64(description.len());
+    let what = "length of the description of the devices";
+    let length = u32::try_from(value).map_err(|_| EncodeError::Number { what, value, rule: "at most 4 GiB" })?;
+    out.push(DESCRIPTION);
+    out.extend_from_slice(&length.to_be_bytes());
+    out.extend_from_slice(description);
+    Ok(())
 }

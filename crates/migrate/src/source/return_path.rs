@@ -37,6 +37,8 @@ struct State {
     bitmap: Option<(String, Vec<u8>)>,
     resume_ack: bool,
     shut: Option<u32>,
+    /// Bytes that were read behind SHUT.
+    rest: Vec<u8>,
     failed: Option<MigrateError>,
     ended: bool,
     finishing: bool,
@@ -111,10 +113,13 @@ impl ReturnPath {
             let arrived = Instant::now();
             let mut state = self.lock();
             let mut over = false;
-            // Behind the last message comes nothing that could be believed.
+            // Behind the last message comes nothing that could be believed as one.
             while !over && let Some(message) = decoder.next_message()? {
                 on_message(&message);
                 over = deliver(&mut state, blocks, &mut current, message, arrived)?;
+            }
+            if over {
+                state.rest = decoder.rest().to_vec();
             }
             drop(state);
             self.changed.notify_all();
@@ -239,6 +244,14 @@ impl ReturnPath {
             0 => Ok(()),
             status => Err(MigrateError::Refused { status }),
         }
+    }
+
+    /// Waits until the destination has ended the return path, all having gone well, and nobody reads it any more.
+    /// Returns what has come behind it.
+    pub(crate) fn wait_end(&self, answer_timeout: Duration) -> Result<Vec<u8>, MigrateError> {
+        self.wait_for("the end of the stream", answer_timeout, |state| {
+            (state.ended && state.shut == Some(0)).then(|| std::mem::take(&mut state.rest))
+        })
     }
 
     /// Why the return path has ended before its time.

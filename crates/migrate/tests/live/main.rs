@@ -4,6 +4,7 @@
 mod model;
 
 mod balloon;
+mod checkpoints;
 mod cuts;
 mod deciding;
 mod destination;

@@ -56,6 +56,8 @@ pub(super) struct Terms<'e> {
     /// The destination's RAM is zero wherever nothing was sent.
     pub(super) destination_zeroed: bool,
     pub(super) postcopy: PostcopyMode,
+    /// The VM is not given away at the end, and its dirty logs stay on.
+    pub(super) goes_on_here: bool,
     /// The page sizes of the destination.
     pub(super) page_sizes: &'e BTreeMap<String, u64>,
     /// Whether the destination has loaded a postcopy's devices.

@@ -19,6 +19,7 @@
 //! attempt starts with all pages.
 
 mod attempt;
+mod checkpoints;
 mod convergence;
 mod guest;
 mod hints;
@@ -68,6 +69,7 @@ use crate::source::postcopy::OpenPreempt;
 use crate::source::postcopy::PostcopyOptions;
 use crate::source::return_path::ReturnPath;
 
+pub use checkpoints::{CheckpointReport, CheckpointSourceOptions, CheckpointsEnded};
 pub use link::PostcopyMode;
 pub use outcome::{LiveOutcome, PostcopyPausedSource, Undecided};
 pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
@@ -242,6 +244,20 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// A panic in the VMM's code passes through, and the VM continues here. If all bytes of the hand-over had left by
     /// then, the VM stays stopped instead and is in doubt, as in [`LiveOutcome::Undecided`].
     pub fn run(self) -> LiveOutcome<'v, V> {
+        let multifd_channels = self.multifd_channels.clone();
+        self.drive(false, |Begun { link, terms, vm, open_preempt, set }, reports| {
+            let ended = match set {
+                Ok(()) => attempt(link, terms, vm, reports, open_preempt),
+                Err(error) => Ended::Kept { vm, error },
+            };
+            link.control.unwatch();
+            link.control.release();
+            link.outcome(terms, &multifd_channels, std::mem::take(&mut reports.stats), ended)
+        })
+    }
+
+    /// Does `work` with the VM, which stays here with `goes_on_here`.
+    fn drive<R>(self, goes_on_here: bool, work: impl for<'e> FnOnce(Begun<'e, 'v, V>, &mut Reports<'e>) -> R) -> R {
         let Self {
             vm,
             logs,
@@ -290,8 +306,20 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         let owned = Owned::new(vm, logs, all).with_shared(shared).with_hints(hints);
         let set = multifd::set_write_timeout(iter::once(&channel).chain(&multifd_channels), params.answer_timeout);
         let set = set.and_then(|()| check(&owned, postcopy, shared, &params, multifd.is_some()));
+        let set = set.and_then(|()| match goes_on_here {
+            true => check_checkpoints(postcopy, shared, multifd.is_some()),
+            false => Ok(()),
+        });
         let loaded = Loaded::default();
-        let terms = Terms { params, destination_zeroed, postcopy, page_sizes: &page_sizes, loaded: &loaded, begun };
+        let terms = Terms {
+            params,
+            destination_zeroed,
+            postcopy,
+            goes_on_here,
+            page_sizes: &page_sizes,
+            loaded: &loaded,
+            begun,
+        };
         let link = Link {
             memory: vm.memory(),
             source: &source,
@@ -302,15 +330,30 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             control: &control,
             progress: &progress,
         };
-        let mut reports = Reports::new(&observer);
-        let ended = match set {
-            Ok(()) => attempt(&link, &terms, owned, &mut reports, open_preempt),
-            Err(error) => Ended::Kept { vm: owned, error },
-        };
-        control.unwatch();
-        control.release();
-        link.outcome(&terms, &multifd_channels, reports.stats, ended)
+        let job = Begun { link: &link, terms: &terms, vm: owned, open_preempt, set };
+        work(job, &mut Reports::new(&observer))
     }
+}
+
+/// A job whose channels are set.
+struct Begun<'e, 'v, V: LiveVm + ?Sized> {
+    link: &'e Link<'e, 'v>,
+    terms: &'e Terms<'e>,
+    vm: Owned<'v, V>,
+    open_preempt: Option<OpenPreempt<'e>>,
+    /// Why it cannot be done.
+    set: Result<(), MigrateError>,
+}
+
+/// Refuses checkpoints over what carries none.
+fn check_checkpoints(postcopy: PostcopyMode, shared: SharedMemoryMode, has_multifd: bool) -> Result<(), MigrateError> {
+    let why = match () {
+        () if has_multifd => "checkpoints are sent on the main channel alone",
+        () if postcopy != PostcopyMode::Off => "a VM whose checkpoints are made stays here, so there is no postcopy",
+        () if shared != SharedMemoryMode::Sent => "a checkpoint has shared memory like any other",
+        () => return Ok(()),
+    };
+    Err(MigrateError::Channels(why.into()))
 }
 
 /// Refuses what cannot be moved as it is wanted, before anything is sent.

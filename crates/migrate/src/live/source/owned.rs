@@ -182,6 +182,19 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         Ok(())
     }
 
+    /// Lets the VM continue in the middle of the job; its writes are logged all the while.
+    pub(super) fn continue_here(&mut self) -> Result<(), MigrateError> {
+        invariant(self.logging, "what a VM writes that continues here is seen by a dirty log")?;
+        self.vm.resume().map_err(|source| MigrateError::Vm { what: "continue", source })?;
+        self.paused = None;
+        Ok(())
+    }
+
+    /// When the VM stopped, if it stands still.
+    pub(super) fn paused_since(&self) -> Option<Instant> {
+        self.paused
+    }
+
     /// Makes sure that the VM may be given away: it stands still, and its last write was read from the dirty logs.
     pub(super) fn check_ready(&self) -> Result<(), BrokenInvariant> {
         invariant(self.paused.is_some(), "a VM that is handed over stands still")?;

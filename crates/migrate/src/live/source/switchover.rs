@@ -54,8 +54,10 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         self.link.progress.set_phase(control::Phase::Device);
         let mut last = DirtyPages::new(self.link.memory);
         self.vm.fetch(&mut last)?;
-        // It has seen the last write. Another attempt starts it again.
-        self.vm.stop_logs();
+        if !self.terms.goes_on_here {
+            // It has seen the last write. Another attempt starts it again.
+            self.vm.stop_logs();
+        }
         // Before the devices tell their state: the balloon's says that the guest has its pages back.
         self.vm.give_pages_back();
         rest.iter_mut().zip(last.blocks()).for_each(|(rest, last)| rest.union_with(last));
@@ -155,11 +157,7 @@ impl Commit {
         Command::Ping(postcopy::PING_COMMIT).encode(&mut bytes)?;
         section::encode_eof(&mut bytes);
         let decisive = to_u64(bytes.len());
-        let length = u32::try_from(self.description.len())
-            .map_err(|_| MigrateError::Protocol("the devices' description is longer than 4 GiB".into()))?;
-        bytes.push(section::DESCRIPTION);
-        bytes.extend_from_slice(&length.to_be_bytes());
-        bytes.extend_from_slice(&self.description);
+        section::encode_description(&self.description, &mut bytes)?;
         vm.check_ready()?;
         // An acknowledgement before the commit says nothing about the VM.
         link.return_path.still_open()?;
