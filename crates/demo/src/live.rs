@@ -1,7 +1,6 @@
 //! A demonstration from beginning to end: two processes, a guest that moves between them while it runs, and the proof
 //! that nothing of it was lost.
 
-use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -11,6 +10,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::error::DemoError;
+use crate::folder::Folder;
 use crate::monitor::EndMonitor;
 use crate::pair::{End, EndOptions};
 use crate::report::{DestinationReport, MemoryReport, SourceReport};
@@ -76,10 +76,10 @@ pub fn run(options: &LiveOptions<'_>) -> Result<LiveReport, DemoError> {
         return Err(DemoError::Settings(why.to_owned()));
     }
     let folder = Folder::new()?;
-    let witness = folder.0.join("witness");
+    let witness = folder.path().join("witness");
     let (here, there) = match options.control {
         Some(path) => (path.to_owned(), PathBuf::from(format!("{}.destination", path.display()))),
-        None => (folder.0.join("source"), folder.0.join("destination")),
+        None => (folder.path().join("source"), folder.path().join("destination")),
     };
     let start = |role, control: &Path| {
         let ends = EndOptions { settings: options.settings, control, witness: &witness };
@@ -92,7 +92,7 @@ pub fn run(options: &LiveOptions<'_>) -> Result<LiveReport, DemoError> {
     let before = source.status()?.beats;
     let at = match options.settings.transport {
         Transport::Tcp => Uri::Tcp { host: "127.0.0.1".into(), port: 0 },
-        Transport::Unix => Uri::Unix(folder.0.join("migration")),
+        Transport::Unix => Uri::Unix(folder.path().join("migration")),
     };
     let at = destination.listen("migrate-incoming", &at)?;
     (options.notice)(&format!("the guest runs and has written {before} pages; it moves to {at}"));
@@ -227,49 +227,4 @@ impl LiveReport {
 /// Pages of a round that it did not get to, if it was broken off.
 fn unsent(round: &crate::report::Round) -> u64 {
     round.pages.saturating_sub(round.normal + round.zero + round.left_out + round.hinted)
-}
-
-/// A private directory that goes with the demonstration.
-struct Folder(PathBuf);
-
-/// Removes the folders of all demonstrations of this process: for a handler that ends it.
-pub fn remove_folders() {
-    let prefix = Folder::prefix();
-    for entry in std::fs::read_dir(Folder::base()).into_iter().flatten().flatten() {
-        if entry.file_name().to_string_lossy().starts_with(&prefix) {
-            let _ = std::fs::remove_dir_all(entry.path());
-        }
-    }
-}
-
-impl Folder {
-    /// In memory where there is such a place: the witness is written while the guest is paused.
-    fn base() -> PathBuf {
-        let memory = PathBuf::from("/dev/shm");
-        if memory.is_dir() { memory } else { std::env::temp_dir() }
-    }
-
-    fn prefix() -> String {
-        format!("limosa-demo-{}-", std::process::id())
-    }
-
-    fn new() -> Result<Self, DemoError> {
-        let (base, prefix) = (Self::base(), Self::prefix());
-        for number in 0..1000_u32 {
-            let path = base.join(format!("{prefix}{number}"));
-            match std::fs::DirBuilder::new().mode(0o700).create(&path) {
-                Ok(()) => return Ok(Self(path)),
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(DemoError::system(format!("cannot make {}", path.display()))(error)),
-            }
-        }
-        Err(DemoError::Settings(format!("{} is full of old demonstrations", base.display())))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // What is left behind is empty sockets.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }

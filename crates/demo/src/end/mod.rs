@@ -159,7 +159,7 @@ fn tell(line: &str) {
 }
 
 /// Ends this process when its parent is gone.
-fn end_with_input() -> Result<(), DemoError> {
+pub(crate) fn end_with_input() -> Result<(), DemoError> {
     let watch = || {
         let mut sink = [0; 64];
         while std::io::stdin().lock().read(&mut sink).is_ok_and(|count| count > 0) {}

@@ -7,3 +7,4 @@ mod moves;
 mod network;
 mod postcopy_chaos;
 mod precopy_chaos;
+mod protect;

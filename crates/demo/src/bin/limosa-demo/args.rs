@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::TypedValueParser;
-use clap::{ArgAction, Args, Parser, Subcommand};
+use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use limosa_channel::ZeroCopy;
 use limosa_console::{named_values, on_off_parser, parse};
 use limosa_demo::guest::GuestKind;
@@ -29,6 +29,8 @@ pub(crate) struct Cli {
 pub(crate) enum DemoCommand {
     /// Move a built-in guest between two processes of this machine while it runs; needs no QEMU
     Live(Box<DemoLiveArgs>),
+    /// Kill a guest that prints, again and again: it continues in another process, which knows every line that was seen
+    Protect(DemoProtectArgs),
     /// Resume the guest at an undecided source: it does not run at the destination
     Resume(DecideArgs),
     /// Start the guest at an undecided destination: it no longer runs at the source
@@ -45,6 +47,63 @@ pub(crate) enum DemoCommand {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_long_help = "Two processes are started: the primary runs a guest that writes its memory and prints lines, the \
+keeper has its checkpoints. A line is printed when the checkpoint that knows of it is kept. The primary is killed with \
+SIGKILL, and the keeper's guest continues.\n\n  \
+  limosa-demo protect\n  \
+  limosa-demo protect --every event --kills 20"
+)]
+pub(crate) struct DemoProtectArgs {
+    /// Size of the guest's memory
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = parse::size)]
+    pub(crate) memory: u64,
+
+    /// How much memory the guest writes per second; 0: none
+    #[arg(long, value_name = "RATE", default_value = "20M", value_parser = parse_dirty_rate)]
+    pub(crate) dirty_rate: u64,
+
+    /// Time from one checkpoint to the next; event: when a line wants to be printed
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = parse_every)]
+    pub(crate) every: Every,
+
+    /// When a line is printed
+    #[arg(long, value_enum, default_value_t = Output::Held)]
+    pub(crate) output: Output,
+
+    /// Primaries to kill, one after the other, each after up to a second
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) kills: u32,
+
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// When a line is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    /// When the checkpoint that knows of it is kept
+    Held,
+    /// At once: the survivor may not know of it, and the demonstration fails
+    Free,
+}
+
+/// When a checkpoint is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Every {
+    Time(Duration),
+    Event,
+}
+
+fn parse_every(text: &str) -> Result<Every, String> {
+    match text {
+        "event" => Ok(Every::Event),
+        time => parse::time(time).map(Every::Time).map_err(|error| format!("{error}, or event")),
+    }
 }
 
 #[derive(Debug, Args)]

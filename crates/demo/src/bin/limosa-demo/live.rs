@@ -30,7 +30,7 @@ pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
         control: args.control.as_deref(),
         notice: &|line| say!("limosa-demo: {line}"),
     };
-    exit_on_signal(limosa_demo::live::remove_folders)?;
+    exit_on_signal(limosa_demo::remove_folders)?;
     // Before anything runs: if the picture cannot be written, this is reported now.
     let picture = args.write_trace.as_deref().map(|path| {
         let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;

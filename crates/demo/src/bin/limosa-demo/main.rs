@@ -2,6 +2,7 @@
 
 mod args;
 mod live;
+mod protect;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).without_time().init();
     let result = match cli.command {
         DemoCommand::Live(args) => live::run(&args),
+        DemoCommand::Protect(args) => protect::run(&args),
         DemoCommand::Resume(args) => go(&args, Role::Source),
         DemoCommand::Start(args) => go(&args, Role::Destination),
         DemoCommand::Discard(args) => discard(&args),
@@ -39,7 +41,11 @@ fn main() -> ExitCode {
 
 /// One of the two processes. Why it cannot be one goes to who started it, who says it once for both.
 fn end(arguments: &[String]) -> ExitCode {
-    match limosa_demo::end::run(arguments) {
+    let ended = match limosa_demo::protect::is_process(arguments) {
+        true => limosa_demo::protect::run_process(arguments),
+        false => limosa_demo::end::run(arguments),
+    };
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             print_out!("{}", limosa_console::anyhow_error_line(&error.into()));
