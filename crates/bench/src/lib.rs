@@ -32,6 +32,7 @@ mod namespaces;
 mod options;
 mod page_cache;
 mod process;
+mod protect;
 mod raw;
 pub mod report;
 mod restore;
@@ -51,7 +52,7 @@ pub use report::Report;
 
 /// The benches that [`run`] knows.
 pub const NAMES: &[&str] =
-    &["clone", "cow", "free-page", "img", "restore", "save", "serve", "stream", "zero-copy", "zero-page"];
+    &["clone", "cow", "free-page", "img", "protect", "restore", "save", "serve", "stream", "zero-copy", "zero-page"];
 
 /// Runs the bench of this name.
 ///
@@ -65,6 +66,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "cow" => cow::run(options)?,
         "free-page" => free_page::run(options)?,
         "img" => img::run(options)?,
+        "protect" => protect::run(options)?,
         "restore" => restore::run(options)?,
         "save" => save::run(options)?,
         "serve" => serve::run(options)?,

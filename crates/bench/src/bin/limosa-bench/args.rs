@@ -23,8 +23,8 @@ pub(crate) struct BenchArgs {
     pub(crate) against: Option<String>,
 
     /// Memory of the VMs; default 2G for save, 4G for restore, 512M for clone (half of it has contents), 1G for stream
-    /// and zero-copy, 8G for free-page. For cow, serve and img: size of the disk, default 2G, 512M and 1G. For
-    /// zero-page: size of the cold memory, by default more than four times the last-level cache
+    /// and zero-copy, 8G for free-page, 256M for protect. For cow, serve and img: size of the disk, default 2G, 512M
+    /// and 1G. For zero-page: size of the cold memory, by default more than four times the last-level cache
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub(crate) size: Option<u64>,
 
@@ -72,9 +72,9 @@ pub(crate) struct BenchArgs {
 }
 
 /// The benches, and what one of them starts as its own child.
-fn names() -> [PossibleValue; 11] {
+fn names() -> [PossibleValue; 12] {
     let hidden = PossibleValue::new(limosa_bench::stream::END).hide(true);
-    let [save, restore, clone, stream, zero_page, zero_copy, cow, serve, img, free_page] = [
+    let [save, restore, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect] = [
         ("save", "Save a VM into a file, by limosa and by QEMU"),
         ("restore", "Restore a VM from a file, lazily and eagerly, by limosa and by QEMU"),
         ("clone", "Start many VMs of one snapshot: mapped, lazily, eagerly, and QEMUs without one"),
@@ -85,9 +85,10 @@ fn names() -> [PossibleValue; 11] {
         ("serve", "Serve disks over NBD, compared with QEMU's storage daemon and nbdkit"),
         ("img", "Convert, compress, encrypt, commit, check and compare disk images, beside qemu-img"),
         ("free-page", "Ask a guest for its free pages, compared with inflating its balloon"),
+        ("protect", "Keep checkpoints of a running VM, compared with a keeper that throws them away"),
     ]
     .map(|(name, what)| PossibleValue::new(name).help(what));
-    [save, restore, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, hidden]
+    [save, restore, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect, hidden]
 }
 
 /// `off`, `auto`, or the size from which on what would be copied is cloned.
