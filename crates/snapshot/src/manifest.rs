@@ -129,7 +129,7 @@ pub enum Transport {
 pub struct PageStatistics {
     /// Pages with contents in the file.
     pub normal: u64,
-    /// Pages that are zero and take no room in it; holes are among them, which a source sends as zero pages.
+    /// Pages that are zero, which are not stored; holes are among them, which a source sends as zero pages.
     pub zero: u64,
     /// Pages that the stream never mentioned, as contents or as zero: the guest had hinted that they are free. They
     /// take no room, and come back as zeros. Where they cannot be distinguished this says nothing, and they are in
@@ -137,7 +137,7 @@ pub struct PageStatistics {
     /// records of older versions.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hinted: Option<u64>,
-    /// Those of `zero` whose bit is set nevertheless, over a hole of the file: zeros that a loader must write.
+    /// Those of `zero` whose bit is set nevertheless, over zeros of the file: zeros that a loader must write.
     pub explicit_zero: u64,
     /// Pages that came again after their first time, changed or not.
     pub resent: u64,

@@ -4,11 +4,11 @@
 //! write for a whole run, and a sealed file has exactly the last state of each page in the stream:
 //!
 //! - a page that was last sent with contents has its bit set and those contents;
-//! - a page that was last sent as zero, or that was never mentioned, is a hole of the file, also if it had contents in
-//!   between: old contents are never left in a sealed file;
+//! - a page that was last sent as zero, or that was never mentioned, is a hole of the file, or zeros there, also if it
+//!   had contents in between: old contents are never left in a sealed file;
 //! - in blocks under 64 MiB (firmware, option ROMs, video memory) a page that *arrived* as zero has its bit set over
-//!   that hole. A destination QEMU fills such blocks itself before it loads, and its loader (10.0) does not clear what
-//!   has a clear bit; a set bit over a hole makes it load zeros, and costs no room.
+//!   that hole or those zeros. A destination QEMU fills such blocks itself before it loads, and its loader (10.0) does
+//!   not clear what has a clear bit; a set bit makes it load zeros, and over a hole costs no room.
 
 use std::io::IoSlice;
 
@@ -29,6 +29,8 @@ pub(crate) struct ReceivedPages {
     layout: Layout,
     blocks: Vec<BlockPages>,
     resent: u64,
+    /// Number of consecutive pages that become zero from which they are made a hole of the file; fewer are overwritten.
+    shortest_hole: u64,
 }
 
 /// The pages of one RAM block.
@@ -91,13 +93,18 @@ impl ReceivedPages {
             return Err(unsupported(format!("a VM with {memory} pages of memory: at most {MEMORY_PAGES_MAX} can be")));
         }
         let blocks = layout.blocks.iter().map(BlockPages::new).collect();
-        Ok(Self { layout, blocks, resent: 0 })
+        Ok(Self { layout, blocks, resent: 0, shortest_hole: 1 })
     }
 
     /// The same layout without a page.
     pub(crate) fn without_pages(&self) -> Self {
         let blocks = self.layout.blocks.iter().map(BlockPages::new).collect();
-        Self { layout: self.layout.clone(), blocks, resent: self.resent }
+        Self { layout: self.layout.clone(), blocks, ..*self }
+    }
+
+    /// Makes no more holes of fewer than `pages` pages.
+    pub(crate) fn set_shortest_hole(&mut self, pages: u64) {
+        self.shortest_hole = pages;
     }
 
     pub(crate) fn blocks(&self) -> &[BlockPages] {
@@ -187,18 +194,24 @@ impl ReceivedPages {
         file.read_pages(&known.place, &known.stored, pages, into)
     }
 
-    /// Takes the outdated contents of some pages of a block out of the file.
-    pub(crate) fn punch_stale(
-        &mut self,
-        file: &StoreFile,
-        block: usize,
-        pages: PageRange,
-    ) -> Result<(), SnapshotError> {
-        let BlockPages { place, stored, written, .. } = self.block_mut(file, block, pages)?;
-        let stale: Vec<_> = written.runs_in(pages).flat_map(|run| stored.gaps_in(run)).collect();
-        for run in stale {
-            file.punch(place, run)?;
-            written.clear_range(run);
+    /// Takes the contents of pages that became zero out of the file.
+    pub(crate) fn clear_stale(&mut self, file: &StoreFile) -> Result<(), SnapshotError> {
+        for BlockPages { place, stored, written, .. } in &mut self.blocks {
+            let mut stale = written.clone();
+            stale.subtract(stored);
+            for run in stale.runs() {
+                let is_zeroed = run.len() < self.shortest_hole
+                    && match file.zero(place, run) {
+                        Ok(()) => true,
+                        // A hole needs no room: nothing was written where the disk was full before.
+                        Err(error) if error.is_full() => false,
+                        Err(error) => return Err(error),
+                    };
+                if !is_zeroed {
+                    file.punch(place, run)?;
+                }
+                written.clear_range(run);
+            }
         }
         Ok(())
     }
@@ -245,13 +258,10 @@ impl ReceivedPages {
             return Err(SnapshotError::Empty { path: file.path().to_path_buf() });
         }
         manifest.pages = self.statistics();
+        self.clear_stale(file)?;
         let Self { layout, blocks, .. } = self;
         let mut memory = Memory { places: Vec::new(), stored: Vec::new() };
-        for block in blocks {
-            for run in block.stale().runs() {
-                file.punch(&block.place, run)?;
-                block.written.clear_range(run);
-            }
+        for block in &*blocks {
             let mut bits = block.stored.clone();
             if let Some(explicit) = block.explicit_zeros() {
                 bits.union_with(&explicit);

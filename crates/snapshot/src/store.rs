@@ -182,7 +182,7 @@ impl StoreFile {
     }
 
     /// Writes zeros over pages.
-    fn zero(&self, place: &StoredRange, pages: PageRange) -> Result<(), SnapshotError> {
+    pub(crate) fn zero(&self, place: &StoredRange, pages: PageRange) -> Result<(), SnapshotError> {
         static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
         let what = || format!("zero {pages} of RAM block {}", place.name);
         let (offset, bytes) = (place.offset(pages), pages.bytes());

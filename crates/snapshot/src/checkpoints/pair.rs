@@ -124,7 +124,7 @@ impl CheckpointPair {
         let PublishedFile { published, file, pages } = base;
         lock::shared(file.fd(), file.path())?;
         let devices = pages.parse_devices(&file, tail)?;
-        let current = PairFile { file, pages };
+        let current = PairFile::new(file, pages);
         let (spare, differences) = PairFile::spare_for(&current, &directory)?;
         Ok(Self {
             directory,
@@ -185,6 +185,7 @@ impl CheckpointPair {
         self.claim_spare()?;
         let left = self.differences.settle(&self.current, &mut self.spare, limit, &mut self.buffer)?;
         if left == 0 {
+            self.spare.pages.clear_stale(&self.spare.file)?;
             self.spare.pages.copy_resent(&self.current.pages);
             self.check_equal()?;
             self.received = CheckpointPages::default();

@@ -2,11 +2,13 @@
 
 use std::fs::File;
 use std::io::IoSlice;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use limosa_migrate::stored::{PageSink, PageSource};
-use limosa_page::{PAGE_LEN, PageNumber};
+use limosa_page::holes::{data_pages, is_tmpfs};
+use limosa_page::{PAGE_LEN, PageNumber, PageRange};
 use limosa_snapshot::{
     CHECKPOINT_NAME, CheckpointDirectory, CheckpointOptions, CheckpointPair, Durability, Manifest, Snapshot,
     SnapshotError, SnapshotWriter, UnnamedFile,
@@ -78,6 +80,41 @@ fn a_checkpoint_counts_when_it_is_committed_and_has_its_number_and_device_state(
     assert_eq!(read(&open(directory.path()), 0, 18), page(1));
     drop(pair);
     assert_eq!(names(directory.path()), [CHECKPOINT_NAME]);
+}
+
+#[test]
+fn pages_that_became_zero_are_zero_in_both_files_few_overwritten_and_many_a_hole() {
+    let directory = scratch().unwrap();
+    let mut pair = pair(directory.path(), CheckpointOptions::default());
+    let (few, many, firmware) = (range(128, 191), range(256, 320), range(4, 6));
+    for run in [few, many] {
+        let seeds: Vec<u64> = (run.start.0..run.end.0).collect();
+        put(&mut pair, 0, run.start.0, &seeds);
+    }
+    pair.commit(&devices("running")).unwrap();
+    catch_up(&mut pair);
+    for (block, run) in [(0, few), (0, many), (1, firmware)] {
+        pair.put_zero(block, run).unwrap();
+    }
+    // One file is changed when the checkpoint ends, the other one when it catches up.
+    for number in [2, 3] {
+        assert_eq!(pair.commit(&devices("running")).unwrap().number, number);
+        let (snapshot, file) = (open(directory.path()), File::open(directory.path().join(CHECKPOINT_NAME)).unwrap());
+        let place = |block: usize| snapshot.layout().blocks[block].pages_offset;
+        for (block, run) in [(0, few), (0, many), (1, firmware)] {
+            let mut contents = vec![0xff; usize::try_from(run.len()).unwrap() * PAGE_LEN];
+            file.read_exact_at(&mut contents, place(block) + run.bytes().start).unwrap();
+            assert!(contents.iter().all(|byte| *byte == 0), "pages {run} of block {block}");
+        }
+        assert_eq!([few, many].map(|run| snapshot.stored_bitmap(0).count_in(run)), [0, 0]);
+        assert_eq!(snapshot.stored_bitmap(1).count_in(firmware), 2, "a loader must write these");
+        let data = |run: PageRange| -> u64 {
+            data_pages(file.as_fd(), place(0), run).unwrap().map(|data| data.unwrap().len()).sum()
+        };
+        let overwritten = if is_tmpfs(file.as_fd()) { 0 } else { few.len() };
+        assert_eq!([few, many].map(data), [overwritten, 0]);
+        catch_up(&mut pair);
+    }
 }
 
 #[test]
