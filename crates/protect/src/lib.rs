@@ -43,6 +43,7 @@
 //! # Ok(()) }
 //! ```
 
+mod aside;
 mod error;
 pub mod gate;
 mod guard;

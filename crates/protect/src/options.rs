@@ -51,6 +51,8 @@ pub struct ProtectOptions {
     /// How long the VM may stand still for a checkpoint that makes no progress. After it COLO is ended, and the VM
     /// continues without protection.
     pub stall_timeout: Duration,
+    /// Bytes of a checkpoint's pages that wait in memory until the VM continues; more is stored while it stands still.
+    pub buffer: u64,
     /// Treatment of disks.
     pub disks: ProtectDisks,
     /// How checkpoints are kept.
@@ -58,11 +60,12 @@ pub struct ProtectOptions {
 }
 
 impl Default for ProtectOptions {
-    /// Every 100 ms, stalls of up to 2 s, no disks, checkpoints that survive the end of any process.
+    /// Every 100 ms, stalls of up to 2 s, 128 MiB of pages in memory, no disks, checkpoints that survive the end of any process.
     fn default() -> Self {
         Self {
             every: CheckpointTiming::Period(Duration::from_millis(100)),
             stall_timeout: Duration::from_secs(2),
+            buffer: 128 << 20,
             disks: ProtectDisks::Refuse,
             store: CheckpointOptions::default(),
         }

@@ -1,8 +1,8 @@
 //! The series: a base, and one checkpoint after the other into the store.
 //!
-//! The order of each turn: the store catches up while the VM runs, the VM is let stop, its checkpoint is received, its
-//! output is sealed, the VM is let continue, the checkpoint is committed, its output is let out. So the pause holds
-//! nothing but receiving and the seal. A checkpoint that came whole is committed also if QEMU has died meanwhile: it is
+//! The order of each turn: the store catches up while the VM runs, the VM is let stop, its checkpoint is received into
+//! memory, its output is sealed, the VM is let continue, the checkpoint is stored and committed, its output is let out.
+//! So the pause holds nothing but receiving and the seal, as long as there is room for the pages. A checkpoint that came whole is committed also if QEMU has died meanwhile: it is
 //! the newest state that there is.
 //!
 //! QEMU's own period is used if nothing is gated. Otherwise QEMU wants to make a checkpoint at once, and its request is
@@ -20,6 +20,7 @@ use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{Monitor, RunState};
 use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
 
+use crate::aside::{Aside, Waiting};
 use crate::error::ProtectError;
 use crate::guard::Pulse;
 use crate::options::ProtectOptions;
@@ -92,8 +93,9 @@ impl Series<'_> {
         self.outputs.commit(0)?;
         tracing::info!("checkpoint 0 counts: {}", pair.newest().path.display());
         let mut before = None;
+        let mut waiting = Waiting::new(self.options.buffer);
         loop {
-            let (one, after) = self.checkpoint(&mut checkpoints, &mut pair, &mut before)?;
+            let (one, after) = self.checkpoint(&mut checkpoints, (&mut pair, &mut waiting), &mut before)?;
             kept.tally.add(&one);
             (self.kept)(&one);
             after?;
@@ -108,7 +110,7 @@ impl Series<'_> {
     fn checkpoint(
         self,
         checkpoints: &mut Checkpoints,
-        pair: &mut CheckpointPair,
+        (pair, waiting): (&mut CheckpointPair, &mut Waiting),
         before: &mut Option<Instant>,
     ) -> Result<(KeptCheckpoint, Result<(), ProtectError>), ProtectError> {
         let begun = Instant::now();
@@ -121,9 +123,11 @@ impl Series<'_> {
         self.pulse.set_pausing(true);
         let stopping = Instant::now();
         checkpoints.reply()?;
-        let checkpoint = match checkpoints.receive(pair, Some(self.options.stall_timeout)) {
+        let mut aside = Aside::new(pair, waiting);
+        let checkpoint = match checkpoints.receive(&mut aside, Some(self.options.stall_timeout)) {
             Ok(checkpoint) => checkpoint,
             Err(error) => {
+                waiting.forget();
                 pair.abort();
                 return Err(error.into());
             }
@@ -133,6 +137,7 @@ impl Series<'_> {
         let loaded = checkpoints.loaded();
         self.pulse.set_pausing(false);
         let continued = Instant::now();
+        waiting.store(pair).map_err(MigrateError::Sink)?;
         let stored = pair.commit(&checkpoint.sections)?;
         let commit = continued.elapsed();
         let released = sealed.and_then(|()| self.outputs.commit(checkpoint.number));
