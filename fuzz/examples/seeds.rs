@@ -24,6 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("main_channel", main_channel()?),
         ("return_path", return_path()?),
         ("colo", limosa_fuzz::colo::seeds()?),
+        ("gate_frames", gate_frames()),
         ("command", command()?),
         ("mapped_ram", mapped_ram()?),
         ("device_tail", device_tail()?),
@@ -70,6 +71,17 @@ fn luks() -> Result<Vec<u8>, Box<dyn Error>> {
     let mut seed = header.to_bytes().to_vec();
     seed.resize(11 * 512, 7);
     Ok(seed)
+}
+
+/// Frames in small pieces and at once, and one whose length is not possible.
+fn gate_frames() -> Seeds {
+    let frames: Vec<u8> = [1_u8, 60, 200].iter().flat_map(|&length| framed(&vec![length; length.into()])).collect();
+    let broken = [&frames[..], &[0xff; 8]].concat();
+    [(0, &frames), (255, &frames), (3, &broken)].map(|(piece, frames)| [&[piece][..], frames].concat()).into()
+}
+
+fn framed(payload: &[u8]) -> Vec<u8> {
+    [&(payload.len() as u32).to_be_bytes(), payload].concat()
 }
 
 /// An array that is inflated and deflated, statistics, a list of free pages, a report.

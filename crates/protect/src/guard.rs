@@ -9,8 +9,6 @@ use limosa_migrate::output::OutputSignal;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{Event, QmpError};
 
-use crate::series::Series;
-
 /// How often the VM is looked at. Events end the wait at once.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
@@ -72,19 +70,16 @@ pub(crate) struct Guard<'a> {
 
 impl<'a> Guard<'a> {
     /// A guard of a VM that runs.
-    pub(crate) fn new(series: &Series<'a>) -> Self {
-        let Series { monitor, handle, pulse, outputs, options, .. } = *series;
-        Self {
-            monitor,
-            handle,
-            pulse,
-            signal: outputs.signal,
-            stall_timeout: options.stall_timeout,
-            deferred: Some(handle.control.defer_stop()),
-            stopped: None,
-            progress: (0, Instant::now()),
-            seen: Seen::default(),
-        }
+    pub(crate) fn new(
+        monitor: &'a Monitor,
+        handle: &'a Handle,
+        pulse: &'a Pulse,
+        signal: &'a OutputSignal,
+        stall_timeout: Duration,
+    ) -> Self {
+        let deferred = Some(handle.control.defer_stop());
+        let progress = (0, Instant::now());
+        Self { monitor, handle, pulse, signal, stall_timeout, deferred, stopped: None, progress, seen: Seen::default() }
     }
 
     /// Watches until `is_over`.

@@ -68,7 +68,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let ProtectRequest { monitor, directory, options, watch, gates, kept, start_watchdog } = request;
     let begun = Instant::now();
     JobRecord::expect_none(monitor)?;
-    let vm = Preflight::check(monitor, options)?;
+    let vm = Preflight::check(monitor, options, gates.len())?;
     let signal = OutputSignal::new();
     let outputs = Outputs { gates, signal: &signal };
     let change = monitor.plan_settings(&vm.settings(options, outputs.paces(options)))?;
@@ -132,12 +132,12 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
 
 /// Has QEMU send its checkpoints here, and keeps them until they end.
 fn run(series: Series<'_>, base: CheckpointBase, vm: Preflight) -> Result<(Kept, Seen), ProtectError> {
-    let Series { monitor, handle, .. } = series;
+    let Series { monitor, options, handle, pulse, outputs, .. } = series;
     let (_directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
     monitor.qmp().take_events()?;
     monitor.migrate(&listener.local_uri().to_string(), false)?;
     let channel = accept(monitor, handle, &listener)?;
-    let guard = Guard::new(&series);
+    let guard = Guard::new(monitor, handle, pulse, outputs.signal, options.stall_timeout);
     thread::scope(|scope| {
         let keeping = thread::Builder::new().name("checkpoints".into());
         let keeping = keeping.spawn_scoped(scope, move || series.keep(channel, base, vm.manifest));

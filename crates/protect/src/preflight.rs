@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use limosa_qemu::monitor::{Monitor, RunState, Settings};
+use limosa_qemu::monitor::{Monitor, NetworkBackend, RunState, Settings};
 use limosa_qemu::qmp::Version;
 use limosa_snapshot::{Manifest, Transport};
 
@@ -31,8 +31,8 @@ pub(crate) struct Preflight {
 }
 
 impl Preflight {
-    /// Checks the VM; refuses one that cannot be protected, and says why.
-    pub(crate) fn check(monitor: &Monitor, options: &ProtectOptions) -> Result<Self, ProtectError> {
+    /// Checks the VM, whose output is held by this number of gates; refuses one that cannot be protected, and says why.
+    pub(crate) fn check(monitor: &Monitor, options: &ProtectOptions, gates: usize) -> Result<Self, ProtectError> {
         let refused = |why: String| Err(ProtectError::Refused(why));
         let (version, kvm) = (monitor.version(), monitor.has_kvm()?);
         check_version(version, kvm)?;
@@ -71,6 +71,9 @@ impl Preflight {
                     names.join(", ")
                 ));
             }
+        }
+        if gates > 0 {
+            check_gates(&monitor.network_backends()?, gates)?;
         }
         let mut manifest = Manifest::new();
         manifest.qemu_version = Some(version.to_string());
@@ -117,6 +120,23 @@ impl Preflight {
         }
         wish
     }
+}
+
+/// Refuses a VM that has a network beside those of the gates: its output would not wait. QEMU does not tell to which
+/// gate a network is connected, so they are counted.
+fn check_gates(networks: &[NetworkBackend], gates: usize) -> Result<(), ProtectError> {
+    if let Some(NetworkBackend { id, kind, .. }) = networks.iter().find(|network| network.kind != "stream") {
+        return Err(ProtectError::Refused(format!(
+            "the network {id} of the VM ({kind}) has no gate, so its output would not wait for checkpoints"
+        )));
+    }
+    let count = networks.len();
+    if count != gates {
+        return Err(ProtectError::Refused(format!(
+            "the VM has {count} networks, and {gates} gates are given: each network needs one"
+        )));
+    }
+    Ok(())
 }
 
 /// Refuses a QEMU whose COLO does not work.

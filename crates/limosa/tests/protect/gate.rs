@@ -12,7 +12,7 @@ use rustix::process::Signal;
 
 use crate::needs_newest_qemu;
 use crate::outside::Outside;
-use crate::scene::Scene;
+use crate::scene::{Scene, machine as machine_without_network};
 use crate::stage::{SOON, wait_for, wait_gone, watchdog};
 
 /// The guest's address and the world's, in 10.9.0.0/24.
@@ -80,6 +80,22 @@ fn without_a_gate_the_world_has_seen_what_the_survivor_does_not_know() {
     assert!(repeated[0] >= last && repeated[1] < last, "{repeated:?} after {last}");
 }
 
+#[test]
+fn a_network_without_a_gate_and_a_gate_without_a_network_are_refused() {
+    needs_newest_qemu!();
+    let (scene, _outside) = scene();
+    let _gate = scene.gate(&[]);
+    let gate = scene.path("gate").display().to_string();
+    let machine = scene.machine.clone().argument("-nic").argument("user,id=other");
+    let vm = machine.start().unwrap();
+    scene.protect(&vm, &["--gate", &gate]).wait().one_line(&["the network other of the VM (user) has no gate"]);
+    drop(vm);
+    let none = machine_without_network().start().unwrap();
+    scene.protect(&none, &["--gate", &gate]).wait().one_line(&["the VM has 0 networks, and 1 gates are given"]);
+    scene.protect(&none, &["--gate", "/nowhere"]).wait().one_line(&["no gate", "limosa protect gate"]);
+    scene.protect(&none, &["--every", "event"]).wait().misused(&["--every event needs --gate"]);
+}
+
 /// Loads the newest checkpoint in another QEMU.
 fn survivor(scene: &Scene) -> Vm {
     let vm = scene.machine.start_incoming().unwrap();
@@ -120,10 +136,19 @@ fn nothing_is_seen_outside_that_the_survivor_does_not_know_whenever_the_vm_is_ki
         outside.assert_whole();
         scene.forget();
     }
-    drop(vm);
+    // Once more, by limosa's own failover.
+    let keeper = protect(&scene, &vm, &["--every", "event"]);
+    outside.wait_counts(5);
+    kill9(vm.pid()).unwrap();
+    keeper.wait();
+    let failover = scene.failover(&["--fenced"]);
+    outside.wait_counts(3);
+    outside.assert_whole();
+    failover.limosa.signal(Signal::TERM);
+    failover.limosa.wait();
     gate.signal(Signal::TERM);
     let report = gate.wait().json();
-    assert_eq!(report["series"].as_u64(), Some(5), "{report}");
+    assert_eq!(report["series"].as_u64(), Some(6), "{report}");
     assert_eq!(report["sent"]["undelivered"], 0, "{report}");
 }
 

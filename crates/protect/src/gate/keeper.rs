@@ -108,7 +108,7 @@ impl KeeperPort {
     /// Returns the next order that has been read.
     ///
     /// # Errors
-    /// It is none.
+    /// It cannot be an order.
     pub(super) fn next_order(&mut self) -> io::Result<Option<Order>> {
         let Some(keeper) = &mut self.keeper else { return Ok(None) };
         let decoded = Order::decode(&keeper.orders);

@@ -93,9 +93,9 @@ impl AsFd for Link {
 }
 
 impl FrameSink for Link {
-    fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+    fn send(&self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Stream(stream) => (&*stream).write(bytes),
+            Self::Stream(stream) => stream.send(bytes),
             Self::Tap(tap) => (&*tap).write(bytes),
         }
     }

@@ -14,7 +14,7 @@ const REUSED: usize = 256 << 10;
 /// A receiver of frames.
 pub(super) trait FrameSink {
     /// Writes bytes of the stream of frames, or one frame if it [takes packets](Self::takes_packets). Does not block.
-    fn write(&self, bytes: &[u8]) -> io::Result<usize>;
+    fn send(&self, bytes: &[u8]) -> io::Result<usize>;
 
     /// Whether each write is one frame without its length.
     fn takes_packets(&self) -> bool;
@@ -103,7 +103,7 @@ impl FrameQueue {
             let taken = if sink.takes_packets() {
                 let frame = split_frame(rest).map_or(rest, |(frame, _)| frame);
                 let payload = frame.get(PREFIX..).unwrap_or_default();
-                sink.write(payload).map(|_| frame.len()).or_else(|error| match error.kind() {
+                sink.send(payload).map(|_| frame.len()).or_else(|error| match error.kind() {
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Err(error),
                     _ => {
                         refused += 1;
@@ -111,7 +111,7 @@ impl FrameQueue {
                     }
                 })
             } else {
-                sink.write(rest)
+                sink.send(rest)
             };
             match taken {
                 Ok(count) => {
@@ -171,7 +171,7 @@ mod tests {
     }
 
     impl FrameSink for Narrow {
-        fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+        fn send(&self, bytes: &[u8]) -> io::Result<usize> {
             if self.packets && bytes.len() < 3 {
                 return Err(io::ErrorKind::InvalidInput.into());
             }

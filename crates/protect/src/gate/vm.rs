@@ -11,8 +11,8 @@ use super::queue::{FrameQueue, FrameSink};
 const READS: usize = 64;
 
 impl FrameSink for UnixStream {
-    fn write(&self, bytes: &[u8]) -> io::Result<usize> {
-        (&mut &*self).write(bytes)
+    fn send(&self, bytes: &[u8]) -> io::Result<usize> {
+        (&*self).write(bytes)
     }
 
     fn takes_packets(&self) -> bool {
@@ -106,7 +106,8 @@ impl VmPort {
         self.queue.write_to(vm).err().map(|error| self.lose(error))
     }
 
-    /// Reads frames that the VM has sent; each goes to `take` with its length. One that has come in part stays for later.
+    /// Reads frames that the VM has sent; each goes to `take` with its length. One that has come in part is left for
+    /// later.
     pub(super) fn read(&mut self, mut take: impl FnMut(&[u8])) -> VmRead {
         let Some(vm) = self.vm.as_ref() else { return VmRead::Empty };
         for _ in 0..READS {
