@@ -65,7 +65,7 @@ impl Waiting {
         stored
     }
 
-    /// Whether there is room for another run of so many bytes.
+    /// Whether there is room for another run, with contents of `bytes`.
     fn has_room(&self, bytes: usize) -> bool {
         let runs = (self.room / PAGE_LEN).saturating_mul(RUNS_A_PAGE);
         self.room - self.contents.len() >= bytes && self.runs.len() < runs

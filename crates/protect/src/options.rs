@@ -60,7 +60,8 @@ pub struct ProtectOptions {
 }
 
 impl Default for ProtectOptions {
-    /// Every 100 ms, stalls of up to 2 s, 128 MiB of pages in memory, no disks, checkpoints that survive the end of any process.
+    /// Every 100 ms, stalls of up to 2 s, 128 MiB of pages in memory, no disks, checkpoints that survive the end of any
+    /// process.
     fn default() -> Self {
         Self {
             every: CheckpointTiming::Period(Duration::from_millis(100)),

@@ -2,8 +2,8 @@
 //!
 //! The order of each turn: the store catches up while the VM runs, the VM is let stop, its checkpoint is received into
 //! memory, its output is sealed, the VM is let continue, the checkpoint is stored and committed, its output is let out.
-//! So the pause holds nothing but receiving and the seal, as long as there is room for the pages. A checkpoint that came whole is committed also if QEMU has died meanwhile: it is
-//! the newest state that there is.
+//! So the pause holds nothing but receiving and the seal, as long as there is room for the pages. A checkpoint that
+//! came whole is committed also if QEMU has died meanwhile: it is the newest state that there is.
 //!
 //! QEMU's own period is used if nothing is gated. Otherwise QEMU wants to make a checkpoint at once, and its request is
 //! answered when one is due: the VM runs until then, and output or a gate that is nearly full is not waited for.

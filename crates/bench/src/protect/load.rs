@@ -14,7 +14,7 @@ use crate::guest::{BEAT, Task};
 /// How long beats may be missing: for a guest that hangs, not a measure.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What the guest does besides beating.
+/// The guest's work besides beating.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Load {
     /// Nothing.

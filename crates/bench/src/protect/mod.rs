@@ -1,7 +1,7 @@
 //! Checkpoints of a running VM: `limosa protect`, compared with a keeper that throws all of it away.
 //!
-//! Every run has a fresh VM of the newest QEMU (TCG) whose guest beats all the while and rewrites none of its memory, or
-//! 32 MiB in turns. Pauses are those of QEMU's own events `STOP` and `RESUME`, for both contestants alike. The clock
+//! Every run has a fresh VM of the newest QEMU (TCG) whose guest beats all the while and rewrites none of its memory,
+//! or 32 MiB in turns. Pauses are those of QEMU's own events `STOP` and `RESUME`, for both contestants alike. The clock
 //! runs from the first checkpoint on, for [`TIME`].
 
 mod bare;
@@ -38,7 +38,7 @@ const BARE: &str = "bare keeper";
 /// The periods, in milliseconds.
 const PERIODS: [u64; 4] = [10, 20, 100, 1000];
 
-/// The names of what the guest does besides beating.
+/// The guest's loads, and their names.
 const LOADS: [(&str, Load); 3] = [("idle", Load::None), ("moderate", Load::Moderate), ("heavy", Load::Heavy)];
 
 /// Runs the bench.
@@ -127,7 +127,7 @@ fn one(options: &Options, qemu: &str, size: u64, (load, period): (Load, u64), li
     Ok(measured)
 }
 
-/// What keeps the checkpoints.
+/// The keeper of the checkpoints.
 enum Keeper {
     Limosa { limosa: Limosa, _folder: Scratch },
     Bare(bare::Bare),

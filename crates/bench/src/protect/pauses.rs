@@ -33,7 +33,7 @@ impl Pauses {
         self.0.len() as u64
     }
 
-    /// The pause that this part of all does not exceed, in microseconds; 0 if there is none.
+    /// The pause that this part of all does not exceed, in microseconds; 0 of no pauses.
     #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a rank")]
     pub(super) fn quantile_us(&self, quantile: f64) -> u64 {
         let rank = (quantile * self.0.len() as f64).ceil() as usize;

@@ -14,8 +14,8 @@ use limosa_migrate::{Handle, LiveVm as _, MigrateError};
 use limosa_page::{PAGE_LEN, PageNumber, PageRange, to_u64};
 
 use super::printer::{Printer, put};
+use super::settings::{KNOWN, PATIENCE, ProtectSettings, READY};
 use super::vm::PrintingVm;
-use super::{KNOWN, PATIENCE, ProtectSettings, READY};
 use crate::error::DemoError;
 use crate::guest::{self, GuestKind};
 
@@ -59,7 +59,7 @@ fn keep(memory: &GuestMemory, channel: Channel, newest: &mut Option<Vec<u8>>) ->
     while checkpoints.wait_request(None)? == NextCheckpoint::Requested {
         checkpoints.reply()?;
         let checkpoint = checkpoints.receive(&mut pages, Some(Duration::from_secs(10)))?;
-        // All of it is here: it counts, whatever becomes of its primary.
+        // All of it is here: it counts, also if its primary ends now.
         pages.fold()?;
         *newest = Some(checkpoint.sections);
         checkpoints.loaded()?;

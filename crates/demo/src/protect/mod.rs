@@ -8,6 +8,7 @@
 mod keeper;
 mod primary;
 mod printer;
+mod settings;
 mod vm;
 
 use std::io::{BufRead as _, BufReader, Read as _};
@@ -17,42 +18,19 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use crate::error::DemoError;
 use crate::folder::Folder;
-use crate::guest::LogKind;
 use crate::report::millis;
+use settings::{KNOWN, PATIENCE, READY};
 
-/// How long either process may take for what is expected of it next.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// The word of a keeper that can be connected to.
-const READY: &str = "ready";
-/// The word before the number of the last line that the survivor knows.
-const KNOWN: &str = "known";
+pub use settings::ProtectSettings;
+
 /// Lines that the survivor prints.
 const SURVIVOR_LINES: u64 = 20;
 
-/// The settings of a demonstration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProtectSettings {
-    /// Bytes of the guest's memory.
-    pub memory: u64,
-    /// Bytes that it writes in a second.
-    pub dirty_rate: u64,
-    /// Time from one checkpoint to the next.
-    pub every: Duration,
-    /// Whether a line that wants to leave asks for a checkpoint.
-    pub by_output: bool,
-    /// Whether lines wait for their checkpoint; if not, the law is broken.
-    pub held: bool,
-    /// Time between two lines.
-    pub line_every: Duration,
-    /// The dirty log.
-    pub log: LogKind,
-}
-
-/// What was seen of one primary that was killed.
+/// The lines of one primary that was killed, and of its survivor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ProtectReport {
     /// Lines that the primary has printed until it was killed.

@@ -9,8 +9,8 @@ use limosa_migrate::checkpoints::CheckpointSourceOptions;
 use limosa_migrate::output::OutputGate as _;
 use limosa_migrate::{Handle, LiveSource, LiveVm as _};
 
-use super::ProtectSettings;
 use super::printer::Printer;
+use super::settings::ProtectSettings;
 use super::vm::PrintingVm;
 use crate::error::DemoError;
 use crate::guest::{self, GuestKind, GuestOptions, Rate};

@@ -7,8 +7,8 @@ use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::{LiveVm, VmError};
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 
-use super::ProtectSettings;
 use super::printer::Printer;
+use super::settings::ProtectSettings;
 use crate::error::DemoError;
 use crate::guest::{Guest, STATE_VERSION};
 

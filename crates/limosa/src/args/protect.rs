@@ -73,7 +73,7 @@ pub(crate) struct KeepArgs {
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
 
-    /// Time between checkpoints, at least 1 ms; or event[:TIME]: as soon as a gate holds output, and at the latest
+    /// Time between checkpoints, at least 1 ms; event, or event:TIME: as soon as a gate holds output, and at the latest
     /// after TIME (1s)
     #[arg(long, value_name = "TIME", value_parser = parse_timing, default_value = "100ms")]
     pub(crate) every: CheckpointTiming,
