@@ -10,10 +10,14 @@
 //! [`check_heartbeat`] names it. The place in the walk is in the CPU's registers alone: devices and memory of different
 //! instants break it too.
 
+use std::ops::Range;
+
+use anyhow::{Result, anyhow};
+
 use crate::PAGE;
 
-/// Where the guest keeps the number of its pass over memory, a little-endian u32 (guest physical address).
-pub(crate) const PASS_ADDRESS: u64 = 0x7e00;
+/// Guest physical address of the number of the guest's pass over memory, a little-endian u32.
+const PASS_ADDRESS: u64 = 0x7e00;
 
 /// Where the BIOS puts a boot sector.
 const ORIGIN: usize = 0x7c00;
@@ -49,9 +53,28 @@ impl HeartbeatGuest {
     }
 
     /// The span in bytes of guest physical address.
-    pub fn span(&self) -> std::ops::Range<u64> {
+    pub fn span(&self) -> Range<u64> {
         let start = u64::from(self.start);
         start..start + u64::from(self.pages) * PAGE
+    }
+
+    /// Proves that the memory and the CPU of a guest that is stopped are of one instant. `read` reads guest physical
+    /// memory.
+    ///
+    /// # Errors
+    /// Memory cannot be read; a [`HeartbeatError`] (by downcast) if they are not.
+    pub fn check(&self, mut read: impl FnMut(Range<u64>) -> Result<Vec<u8>>) -> Result<Heartbeat> {
+        let (span, pass) = (read(self.span())?, Self::pass(&mut read)?);
+        Ok(check_heartbeat(&span, self.start)?.check_pass(pass, self.pages)?)
+    }
+
+    /// Returns the number of the pass that the guest keeps itself. `read` reads guest physical memory.
+    ///
+    /// # Errors
+    /// Memory cannot be read.
+    pub fn pass(mut read: impl FnMut(Range<u64>) -> Result<Vec<u8>>) -> Result<u32> {
+        let pass = read(PASS_ADDRESS..PASS_ADDRESS + 4)?;
+        pass.try_into().map(u32::from_le_bytes).map_err(|_| anyhow!("the number of the pass is cut off"))
     }
 
     /// The boot sector: 510 bytes of code and the boot signature.
@@ -365,6 +388,17 @@ pub fn check_heartbeat(span: &[u8], start: u32) -> Result<Heartbeat, HeartbeatEr
 }
 
 const ZEROS: [u8; 4096] = [0; 4096];
+
+/// Returns the numbers of passes in what a guest has printed, of whole lines.
+pub fn pass_numbers(printed: &str) -> Vec<u32> {
+    let whole = printed.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    whole.lines().map(str::trim).filter_map(pass_number).collect()
+}
+
+/// `0000002a`: eight hex digits.
+pub(crate) fn pass_number(line: &str) -> Option<u32> {
+    if line.len() == 8 { u32::from_str_radix(line, 16).ok() } else { None }
+}
 
 impl Heartbeat {
     /// Checks the heartbeat against the number of the pass that the guest keeps itself, at a fixed address; `pages` is

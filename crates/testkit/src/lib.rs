@@ -84,7 +84,7 @@ pub use certificates::{Authority, TlsEnd, Validity};
 pub use cgroup::MemoryGroup;
 pub use disk_tools::{cryptsetup, nbd_tool, qemu_img, qemu_img_output, qemu_io};
 pub use fault::{Kill, kill9, kill9_after};
-pub use heartbeat::{Heartbeat, HeartbeatError, HeartbeatGuest, check_heartbeat};
+pub use heartbeat::{Heartbeat, HeartbeatError, HeartbeatGuest, check_heartbeat, pass_numbers};
 pub use libvirt::{Libvirt, libvirt_skipped};
 pub use linux::LinuxGuest;
 pub use machine::{Accelerator, Disk, DiskFormat, Machine, VmPair};

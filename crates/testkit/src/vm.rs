@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, anyhow, bail};
+use anyhow::{Context as _, Result, bail};
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::heartbeat::{Heartbeat, HeartbeatGuest, PASS_ADDRESS, check_heartbeat};
+use crate::heartbeat::{Heartbeat, HeartbeatGuest, pass_number};
 use crate::machine::{Guest, Machine};
 use crate::process::Process;
 use crate::qmp::Qmp;
@@ -280,14 +280,11 @@ impl Vm {
         if running {
             self.stop()?;
         }
-        let span = self.read_memory(guest.span());
-        let pass = self.read_memory(PASS_ADDRESS..PASS_ADDRESS + 4);
+        let checked = guest.check(|range| self.read_memory(range));
         if running {
             self.cont()?;
         }
-        let pass =
-            pass?.try_into().map(u32::from_le_bytes).map_err(|_| anyhow!("the number of the pass is cut off"))?;
-        Ok(check_heartbeat(&span?, guest.start)?.check_pass(pass, guest.pages)?)
+        checked
     }
 
     /// Writes into the guest's RAM from outside: how a test shows that its own check would notice.
@@ -339,9 +336,4 @@ fn connect(process: &Process, qmp: &Path, serial: &Path) -> Result<(Qmp, Serial)
         std::thread::sleep(Duration::from_millis(2));
     }
     Ok((Qmp::connect(qmp, Duration::from_secs(60))?, Serial::connect(serial)?))
-}
-
-/// `0000002a`: eight hex digits.
-fn pass_number(text: &str) -> Option<u32> {
-    if text.len() == 8 { u32::from_str_radix(text, 16).ok() } else { None }
 }

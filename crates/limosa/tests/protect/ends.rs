@@ -8,7 +8,7 @@ use rustix::process::Signal;
 
 use crate::needs_newest_qemu;
 use crate::scene::Scene;
-use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_for, watchdog};
+use crate::stage::{Found, Program, assert_beats, load_in_stock_qemu, names, wait_for, watchdog};
 
 #[test]
 fn a_keeper_that_is_told_to_stop_leaves_the_vm_as_it_was_found_and_says_what_it_kept() {
@@ -34,6 +34,15 @@ fn a_keeper_that_is_told_to_stop_leaves_the_vm_as_it_was_found_and_says_what_it_
     }
 }
 
+/// Kills a keeper after `moment` milliseconds, and waits until its watchdog has done its work.
+fn kill_after(keeper: Program, moment: u64) {
+    let watchdog = watchdog(&keeper).unwrap();
+    thread::sleep(Duration::from_millis(moment));
+    keeper.signal(Signal::KILL);
+    keeper.wait();
+    wait_gone(watchdog);
+}
+
 #[test]
 fn a_killed_keeper_never_leaves_the_vm_standing_still() {
     needs_newest_qemu!();
@@ -43,11 +52,7 @@ fn a_killed_keeper_never_leaves_the_vm_standing_still() {
     for moment in [0, 3, 11, 23, 31, 47] {
         let keeper = scene.protect(&vm, &["--every", "20ms"]);
         scene.wait_checkpoint(2, &keeper);
-        let watchdog = watchdog(&keeper).unwrap();
-        thread::sleep(Duration::from_millis(moment));
-        keeper.signal(Signal::KILL);
-        keeper.wait();
-        wait_gone(watchdog);
+        kill_after(keeper, moment);
         found.assert_same(&vm);
         assert_beats(&vm);
         scene.forget();
@@ -62,11 +67,7 @@ fn a_keeper_that_is_killed_while_the_base_comes_leaves_the_vm_running() {
     let found = Found::of(&vm);
     for moment in [0, 20, 60] {
         let keeper = scene.protect(&vm, &[]);
-        let watchdog = watchdog(&keeper).unwrap();
-        thread::sleep(Duration::from_millis(moment));
-        keeper.signal(Signal::KILL);
-        keeper.wait();
-        wait_gone(watchdog);
+        kill_after(keeper, moment);
         found.assert_same(&vm);
         assert_beats(&vm);
     }

@@ -2,14 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
 
 use limosa_snapshot::Snapshot;
-use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, check_heartbeat, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, pass_numbers, scratch};
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::stage::{Program, SOON, start, start_command, wait_for};
+use crate::stage::{Program, SOON, start, start_command, stop_and_check, wait_for};
 
 /// Returns from the test if its QEMU is switched off.
 #[macro_export]
@@ -20,9 +19,6 @@ macro_rules! needs_newest_qemu {
         }
     };
 }
-
-/// Where the heartbeat guest keeps the number of its pass.
-const PASS: u64 = 0x7e00;
 
 /// A guest of 8 MiB in the newest QEMU.
 pub(crate) fn machine() -> Machine {
@@ -132,7 +128,7 @@ impl Failover<'_> {
     pub(crate) fn wait_passes(&self, count: usize) -> u32 {
         wait_for("the guest's passes", || {
             let running = self.limosa.is_running();
-            let passes = passes(&self.limosa.stdout());
+            let passes = pass_numbers(&self.limosa.stdout());
             assert!(running || passes.len() >= count, "limosa ended: {}", self.limosa.stderr());
             passes.get(count - 1).and(passes.first()).copied()
         })
@@ -141,31 +137,13 @@ impl Failover<'_> {
     /// Expects the guest's memory and CPU to be of one instant, and ends it.
     #[track_caller]
     pub(crate) fn check_and_end(self) {
-        let path = self.scene.path("qmp");
-        let qmp = Mutex::new(Qmp::connect(&path, SOON).unwrap());
+        let mut qmp = Qmp::connect(&self.scene.path("qmp"), SOON).unwrap();
         let guest = self.scene.machine.heartbeat_guest().unwrap();
-        let mut qmp = qmp.lock().unwrap();
-        qmp.execute("stop", json!({})).unwrap();
-        let picture = self.scene.path("picture");
-        let mut read = |from: u64, size: u64| {
-            qmp.execute("pmemsave", json!({ "val": from, "size": size, "filename": picture })).unwrap();
-            std::fs::read(&picture).unwrap()
-        };
-        let span = guest.span();
-        let memory = read(span.start, span.end - span.start);
-        let pass = u32::from_le_bytes(read(PASS, 4).try_into().unwrap());
-        check_heartbeat(&memory, guest.start).unwrap().check_pass(pass, guest.pages).unwrap();
+        stop_and_check(&mut qmp, &guest, &self.scene.path("picture"));
         qmp.execute("quit", json!({})).unwrap();
         drop(qmp);
         self.limosa.wait();
     }
-}
-
-/// The numbers of passes in what a guest has said.
-fn passes(said: &str) -> Vec<u32> {
-    let whole = said.rsplit_once('\n').map_or("", |(whole, _)| whole);
-    let lines = whole.lines().map(str::trim).filter(|line| line.len() == 8);
-    lines.filter_map(|line| u32::from_str_radix(line, 16).ok()).collect()
 }
 
 /// A path as text; the tests' own paths are.

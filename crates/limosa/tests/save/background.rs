@@ -5,13 +5,10 @@ use std::os::unix::fs::FileExt as _;
 
 use crate::needs_qemu;
 use crate::stage::*;
-use limosa_testkit::{Disk, DiskFormat, MemoryBackend};
+use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, MemoryBackend};
 
 /// The file system that is memory (linux/magic.h).
 const TMPFS: i64 = 0x0102_1994;
-
-/// Where the beat guest keeps the number of its lap.
-const LAP: std::ops::Range<u64> = 0x7e00..0x7e04;
 
 #[test]
 fn the_snapshot_is_of_the_moment_at_which_the_save_began() {
@@ -38,7 +35,7 @@ fn the_snapshot_is_of_the_moment_at_which_the_save_began() {
         let loaded = machine.start_incoming_stopped().unwrap();
         loaded.load_file(&file, 0).unwrap();
         loaded.wait_run_state("paused", SOON).unwrap();
-        let lap = u32::from_le_bytes(loaded.read_memory(LAP).unwrap().try_into().unwrap());
+        let lap = HeartbeatGuest::pass(|range| loaded.read_memory(range)).unwrap();
         assert!((before..=meanwhile).contains(&lap), "lap {lap}: the save began between {before} and {meanwhile}");
         loaded.check_heartbeat().unwrap();
         drop(loaded);

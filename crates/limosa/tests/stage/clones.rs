@@ -3,14 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
-use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Vm, check_heartbeat, is_alive, kill9, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Vm, is_alive, kill9, pass_numbers, scratch};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::stage::*;
-
-/// Address of the number of the beat guest's lap.
-const LAP: u64 = 0x7e00;
 
 /// A saved guest and the folder of its clones; what is left of them ends with this.
 pub(crate) struct Scene {
@@ -84,10 +81,7 @@ impl Scene {
     /// Waits until a clone has announced `count` laps; all of them.
     pub(crate) fn laps(&self, number: u64, count: usize) -> Vec<u32> {
         wait_for("laps", || {
-            let said = self.serial(number);
-            let whole = said.rsplit_once('\n').map_or("", |(whole, _)| whole);
-            let lines = whole.lines().map(str::trim).filter(|line| line.len() == 8);
-            let laps: Vec<u32> = lines.filter_map(|line| u32::from_str_radix(line, 16).ok()).collect();
+            let laps = pass_numbers(&self.serial(number));
             (laps.len() >= count).then_some(laps)
         })
     }
@@ -100,16 +94,7 @@ impl Scene {
         assert!((self.lap + 1..=self.lap + 2).contains(&laps[0]), "{laps:?} after {}", self.lap);
         assert!(laps.windows(2).all(|pair| pair[1] == pair[0] + 1), "{laps:?}");
         let mut qmp = Qmp::connect(Path::new(clone["monitor"].as_str().unwrap()), SOON).unwrap();
-        qmp.execute("stop", json!({})).unwrap();
-        let picture = self.folder.path().join(format!("picture-{number}"));
-        let mut read = |from: u64, size: u64| {
-            qmp.execute("pmemsave", json!({ "val": from, "size": size, "filename": picture })).unwrap();
-            std::fs::read(&picture).unwrap()
-        };
-        let span = self.guest.span();
-        let memory = read(span.start, span.end - span.start);
-        let lap = u32::from_le_bytes(read(LAP, 4).try_into().unwrap());
-        check_heartbeat(&memory, self.guest.start).unwrap().check_pass(lap, self.guest.pages).unwrap();
+        stop_and_check(&mut qmp, &self.guest, &self.folder.path().join(format!("picture-{number}")));
         qmp.execute("cont", json!({})).unwrap();
     }
 

@@ -13,7 +13,7 @@ use std::process::Command;
 use std::time::Duration;
 
 pub(crate) use limosa_testkit::{Ended, Program, wait_for, wait_gone};
-use limosa_testkit::{HeartbeatGuest, Machine, Vm, kill9, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Vm, kill9, scratch};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -171,6 +171,18 @@ pub(crate) fn wait_moving_or_end(vm: &Vm, saving: &Program) {
 pub(crate) fn assert_beats(vm: &Vm) {
     vm.wait_heartbeats(2).unwrap();
     vm.check_heartbeat().unwrap();
+}
+
+/// Stops a guest, and expects its memory and its CPU to be of one instant. `picture` is a file for its memory.
+#[track_caller]
+pub(crate) fn stop_and_check(qmp: &mut Qmp, guest: &HeartbeatGuest, picture: &Path) {
+    qmp.execute("stop", json!({})).unwrap();
+    let read = |range: std::ops::Range<u64>| {
+        let size = range.end - range.start;
+        qmp.execute("pmemsave", json!({ "val": range.start, "size": size, "filename": picture }))?;
+        Ok(std::fs::read(picture)?)
+    };
+    guest.check(read).unwrap();
 }
 
 /// The names in a folder.

@@ -4,15 +4,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
-use limosa_testkit::{HeartbeatGuest, Machine, Qmp, check_heartbeat, is_alive, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, is_alive, pass_numbers, scratch};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::stage::{Ended, Program, SOON, names, save, start_command, wait_for};
-
-/// Where the beat guest keeps the number of its lap.
-const LAP: u64 = 0x7e00;
+use crate::stage::{Ended, Program, SOON, names, save, start_command, stop_and_check, wait_for};
 
 /// The folder of one test with a guest saved at an instant that is known, and the command line that it runs with.
 pub(crate) struct Scene {
@@ -144,7 +141,7 @@ impl Run<'_> {
     pub(crate) fn wait_laps(&self, count: usize) -> u32 {
         wait_for("the guest's laps", || {
             let running = self.limosa.is_running();
-            let laps = laps(&self.limosa.stdout());
+            let laps = pass_numbers(&self.limosa.stdout());
             assert!(running || laps.len() >= count, "limosa ended: {}", self.limosa.stderr());
             laps.get(count - 1).and(laps.first()).copied()
         })
@@ -174,29 +171,13 @@ impl Run<'_> {
     pub(crate) fn check_memory(&self, qmp: &Mutex<Qmp>) {
         let guest = self.scene.machine.heartbeat_guest().unwrap();
         let mut qmp = qmp.lock().unwrap();
-        qmp.execute("stop", json!({})).unwrap();
-        let picture = self.scene.path("picture");
-        let mut read = |from: u64, size: u64| {
-            qmp.execute("pmemsave", json!({ "val": from, "size": size, "filename": picture })).unwrap();
-            std::fs::read(&picture).unwrap()
-        };
-        let span = guest.span();
-        let memory = read(span.start, span.end - span.start);
-        let lap = u32::from_le_bytes(read(LAP, 4).try_into().unwrap());
-        check_heartbeat(&memory, guest.start).unwrap().check_pass(lap, guest.pages).unwrap();
+        stop_and_check(&mut qmp, &guest, &self.scene.path("picture"));
         qmp.execute("cont", json!({})).unwrap();
     }
 
     pub(crate) fn wait(self) -> Ended {
         self.limosa.wait()
     }
-}
-
-/// The lap numbers in what a guest has said.
-pub(crate) fn laps(said: &str) -> Vec<u32> {
-    let whole = said.rsplit_once('\n').map_or("", |(whole, _)| whole);
-    let lines = whole.lines().map(str::trim).filter(|line| line.len() == 8);
-    lines.filter_map(|line| u32::from_str_radix(line, 16).ok()).collect()
 }
 
 pub(crate) fn child_of(pid: u32) -> Option<u32> {

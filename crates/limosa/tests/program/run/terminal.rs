@@ -7,11 +7,11 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use limosa_testkit::{Process, Qmp, scratch};
+use limosa_testkit::{Process, Qmp, pass_numbers, scratch};
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-use super::scene::{Scene, child_of, laps, text, words_of};
+use super::scene::{Scene, child_of, text, words_of};
 use crate::needs_qemu;
 use crate::stage::{SOON, limosa, wait_for, wait_gone};
 
@@ -85,8 +85,8 @@ impl Terminal {
 
     /// Waits until the guest has said this many more laps.
     fn wait_laps(&self, more: usize) {
-        let before = laps(&self.shown()).len();
-        wait_for("the guest's laps", || (laps(&self.shown()).len() >= before + more).then_some(()));
+        let before = pass_numbers(&self.shown()).len();
+        wait_for("the guest's laps", || (pass_numbers(&self.shown()).len() >= before + more).then_some(()));
     }
 }
 
