@@ -470,8 +470,6 @@ fn tail(count: u32) -> Result<Vec<u8>, Box<dyn Error>> {
     devices.push("{\"name\":\"globalstate\",\"instance_id\":0,\"size\":104}".into());
     section::encode_eof(&mut tail);
     let json = format!("{{\"configuration\":{{}},\"page_size\":4096,\"devices\":[{}]}}", devices.join(","));
-    tail.push(section::DESCRIPTION);
-    tail.extend_from_slice(&u32::try_from(json.len())?.to_be_bytes());
-    tail.extend_from_slice(json.as_bytes());
+    section::encode_description(json.as_bytes(), &mut tail)?;
     Ok(tail)
 }

@@ -84,9 +84,7 @@ fn begun() -> Result<(Vec<u8>, RecordEncoder), Box<dyn Error>> {
     pages(&mut records, &[(0, 1), (1, 0)], &mut base)?;
     base.extend_from_slice(&sections([b"tick", b""])?);
     let json = br#"{"devices":[{"name":"timer","instance_id":0,"fields":[{"name":"t","type":"b","size":4}]},{"name":"disk","instance_id":0,"fields":[]}]}"#;
-    base.push(section::DESCRIPTION);
-    base.extend_from_slice(&u32::try_from(json.len())?.to_be_bytes());
-    base.extend_from_slice(json);
+    section::encode_description(json, &mut base)?;
     Ok((base, records))
 }
 

@@ -278,12 +278,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         }
         bytes.extend_from_slice(self.source.device_sections());
         section::encode_eof(&mut bytes);
-        if let (description @ [_, ..], Ok(length)) =
-            (self.source.description(), u32::try_from(self.source.description().len()))
-        {
-            bytes.push(section::DESCRIPTION);
-            bytes.extend_from_slice(&length.to_be_bytes());
-            bytes.extend_from_slice(description);
+        if let description @ [_, ..] = self.source.description() {
+            section::encode_description(description, &mut bytes)?;
         }
         self.progress.set_phase(Phase::Device);
         self.channel.write_all(&bytes)?;

@@ -76,9 +76,7 @@ fn script(join: bool, pages: bool) -> Script {
     Command::Ping(PING_COMMIT).encode(&mut after).unwrap();
     section::encode_eof(&mut after);
     let json = devices.description();
-    after.push(section::DESCRIPTION);
-    after.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
-    after.extend_from_slice(&json);
+    section::encode_description(&json, &mut after).unwrap();
     Script { before, after }
 }
 
@@ -319,9 +317,7 @@ fn stock_stream() -> Vec<u8> {
     let (sections, json) = model::device_tail();
     stream.extend_from_slice(&sections);
     section::encode_eof(&mut stream);
-    stream.push(section::DESCRIPTION);
-    stream.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
-    stream.extend_from_slice(&json);
+    section::encode_description(&json, &mut stream).unwrap();
     stream
 }
 

@@ -56,9 +56,7 @@ fn send(channel: &Channel, run: u64, gap: u64, end: u64) {
     Command::Ping(PING_COMMIT).encode(&mut bytes).unwrap();
     section::encode_eof(&mut bytes);
     let json = devices.description();
-    bytes.push(section::DESCRIPTION);
-    bytes.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
-    bytes.extend_from_slice(&json);
+    section::encode_description(&json, &mut bytes).unwrap();
     let _ = channel.write_all(&bytes);
     let _ = channel.read_exact(&mut [0; 8]);
 }

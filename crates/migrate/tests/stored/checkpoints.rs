@@ -52,9 +52,7 @@ impl Primary {
         let (sections, json) = device_tail();
         base.extend_from_slice(&sections);
         section::encode_eof(&mut base);
-        base.push(section::DESCRIPTION);
-        base.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
-        base.extend_from_slice(&json);
+        section::encode_description(&json, &mut base).unwrap();
         primary.parts.push(base);
         primary
     }

@@ -109,9 +109,7 @@ impl Main {
         let (sections, json) = device_tail();
         self.bytes.extend_from_slice(&sections);
         section::encode_eof(&mut self.bytes);
-        self.bytes.push(section::DESCRIPTION);
-        self.bytes.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
-        self.bytes.extend_from_slice(&json);
+        section::encode_description(&json, &mut self.bytes).unwrap();
         self.bytes
     }
 }

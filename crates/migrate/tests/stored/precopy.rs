@@ -50,9 +50,7 @@ fn stream(memory: &Memory, records: &[(u64, bool)], return_path: bool) -> Vec<u8
     let (sections, json) = device_tail();
     bytes.extend_from_slice(&sections);
     section::encode_eof(&mut bytes);
-    bytes.push(section::DESCRIPTION);
-    bytes.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
-    bytes.extend_from_slice(&json);
+    section::encode_description(&json, &mut bytes).unwrap();
     bytes
 }
 

@@ -13,7 +13,7 @@ use std::collections::HashMap;
 
 use limosa_page::to_u64;
 use limosa_stream::devices::DeviceSection;
-use limosa_stream::section::{DESCRIPTION, FOOTER_LENGTH, encode_footer};
+use limosa_stream::section::{FOOTER_LENGTH, encode_description, encode_footer};
 use serde_json::{Value, json};
 
 use crate::layout::DeviceBytes;
@@ -71,8 +71,9 @@ impl Description {
         let Err(why) = described else { return described };
         let found = self.split(devices).ok_or(why)?;
         let json = self.describe(&found)?;
-        let length = u32::try_from(json.len()).map_err(|_| "the description is too long".to_owned())?;
-        DeviceBytes::parse([devices, &[DESCRIPTION], &length.to_be_bytes(), &json].concat())
+        let mut tail = devices.to_vec();
+        encode_description(&json, &mut tail).map_err(|error| error.to_string())?;
+        DeviceBytes::parse(tail)
     }
 
     /// The sections, if there is one way to tell them apart.
