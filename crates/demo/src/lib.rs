@@ -1,5 +1,6 @@
 //! Built-in guests, and the two processes between which they move: what `limosa-demo` runs.
 
+mod child;
 pub mod end;
 pub mod error;
 mod folder;

@@ -5,9 +5,10 @@
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::child::KilledChild;
 use crate::error::DemoError;
 use crate::monitor::EndMonitor;
 use crate::settings::Settings;
@@ -22,7 +23,7 @@ const WORDS: u64 = 4096;
 /// One of the two processes. Killed when dropped.
 #[derive(Debug)]
 pub struct End {
-    child: Child,
+    child: KilledChild,
     control: PathBuf,
 }
 
@@ -48,7 +49,7 @@ impl End {
         program.arg("end").arg(role.name()).arg(options.control).arg(options.witness).arg(settings);
         program.stdin(Stdio::piped()).stdout(Stdio::piped());
         let child = program.spawn().map_err(DemoError::system(format!("cannot start the {}", role.name())))?;
-        Ok(Self { child, control: options.control.to_owned() })
+        Ok(Self { child: KilledChild(child), control: options.control.to_owned() })
     }
 
     /// Connects to it, once it is there.
@@ -63,7 +64,7 @@ impl End {
             }
             if let Some(status) = self.ended()? {
                 let mut why = String::new();
-                if let Some(said) = &mut self.child.stdout {
+                if let Some(said) = &mut self.child.0.stdout {
                     // What it cannot be read for is no reason of its own.
                     let _ = said.take(WORDS).read_to_string(&mut why);
                 }
@@ -89,19 +90,17 @@ impl End {
     /// # Errors
     /// The system's.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>, DemoError> {
-        self.child.try_wait().map_err(DemoError::system("cannot wait for an end"))
+        self.child.0.try_wait().map_err(DemoError::system("cannot wait for an end"))
     }
 
     /// Its process.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.0.id()
     }
 
     /// Kills it with SIGKILL, and waits until it is gone.
     pub fn kill(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.child.kill();
     }
 
     /// Waits for its end.
@@ -119,11 +118,5 @@ impl End {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-    }
-}
-
-impl Drop for End {
-    fn drop(&mut self) {
-        self.kill();
     }
 }

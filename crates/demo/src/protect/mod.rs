@@ -13,13 +13,14 @@ mod vm;
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use crate::child::KilledChild;
 use crate::error::DemoError;
 use crate::folder::Folder;
 use crate::report::millis;
@@ -84,7 +85,7 @@ pub fn demonstrate(
     let mut primary = start("primary")?;
     let mut seen = primary.line()?.number(1)?;
     thread::sleep(after);
-    primary.kill();
+    primary.child.kill();
     let killed = Instant::now();
     while let Ok(line) = primary.lines.recv() {
         seen = Line(line).number(seen.saturating_add(1))?;
@@ -122,7 +123,7 @@ impl Line {
 /// One of the two processes. Killed when dropped.
 struct Process {
     role: &'static str,
-    child: Child,
+    child: KilledChild,
     lines: Receiver<String>,
 }
 
@@ -138,7 +139,7 @@ impl Process {
             // Who does not listen any more has seen enough.
             lines.map_while(Result::ok).try_for_each(|line| sender.send(line)).ok();
         });
-        Ok(Self { role, child, lines })
+        Ok(Self { role, child: KilledChild(child), lines })
     }
 
     /// Its next line.
@@ -150,17 +151,5 @@ impl Process {
     fn expect(&self, word: &str) -> Result<(), DemoError> {
         let line = self.line()?.0;
         if line == word { Ok(()) } else { Err(DemoError::Answer(line)) }
-    }
-
-    fn kill(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.kill();
     }
 }
