@@ -58,6 +58,82 @@ pub trait OutputGate: Send + Sync {
     fn counters(&self) -> OutputCounters;
 }
 
+/// All gates of a VM, and the signal by which they ask for checkpoints.
+#[derive(Clone, Copy)]
+pub struct OutputGates<'a> {
+    gates: &'a [&'a dyn OutputGate],
+    signal: &'a OutputSignal,
+}
+
+impl<'a> OutputGates<'a> {
+    /// These gates, whose signal this will be.
+    #[must_use]
+    pub const fn new(gates: &'a [&'a dyn OutputGate], signal: &'a OutputSignal) -> Self {
+        Self { gates, signal }
+    }
+
+    /// Whether there are none: output is free.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.gates.is_empty()
+    }
+
+    /// The signal.
+    #[must_use]
+    pub const fn signal(self) -> &'a OutputSignal {
+        self.signal
+    }
+
+    /// Begins a series.
+    ///
+    /// # Errors
+    /// As of [`OutputGate::watch`].
+    pub fn watch(self) -> Result<(), VmError> {
+        self.gates.iter().try_for_each(|gate| gate.watch(self.signal))
+    }
+
+    /// Ends an epoch of all gates, and what was asked for in it. The VM stands still.
+    ///
+    /// # Errors
+    /// As of [`OutputGate::seal`].
+    pub fn seal(self, epoch: u64) -> Result<(), VmError> {
+        self.gates.iter().try_for_each(|gate| gate.seal(epoch))?;
+        self.signal.sealed();
+        Ok(())
+    }
+
+    /// Lets an epoch out.
+    ///
+    /// # Errors
+    /// As of [`OutputGate::commit`].
+    pub fn commit(self, epoch: u64) -> Result<(), VmError> {
+        self.gates.iter().try_for_each(|gate| gate.commit(epoch))
+    }
+
+    /// Ends the series of every gate, also of those behind one that fails.
+    ///
+    /// # Errors
+    /// As of [`OutputGate::abort`]: the first one.
+    pub fn abort(self, epoch: u64) -> Result<(), VmError> {
+        self.gates.iter().map(|gate| gate.abort(epoch)).fold(Ok(()), Result::and)
+    }
+
+    /// The sum of all counters; `None` if output is free.
+    #[must_use]
+    pub fn counters(self) -> Option<OutputCounters> {
+        self.gates.iter().map(|gate| gate.counters()).reduce(|mut sum, more| {
+            sum.add(&more);
+            sum
+        })
+    }
+}
+
+impl fmt::Debug for OutputGates<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutputGates").field("gates", &self.gates.len()).field("signal", self.signal).finish()
+    }
+}
+
 /// Counters of a gate. Packets are the units that leave or are dropped as a whole, such as network frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -161,8 +237,8 @@ impl OutputSignal {
     }
 
     /// Waits until the next checkpoint is due: at `until`, before it if a gate is nearly full, and with `by_output` if
-    /// something wants to leave.
-    pub fn wait(&self, until: Instant, by_output: bool) -> CheckpointCause {
+    /// something wants to leave. `None`: no time is too late.
+    pub fn wait(&self, until: Option<Instant>, by_output: bool) -> CheckpointCause {
         let mut asked = self.shared.asked.lock();
         loop {
             match *asked {
@@ -171,6 +247,10 @@ impl OutputSignal {
                 Asked { output: true, .. } if by_output => return CheckpointCause::Output,
                 _ => {}
             }
+            let Some(until) = until else {
+                self.shared.changed.wait(&mut asked);
+                continue;
+            };
             if self.shared.changed.wait_until(&mut asked, until).timed_out() && Instant::now() >= until {
                 return CheckpointCause::Time;
             }
@@ -195,8 +275,12 @@ mod tests {
 
     use super::*;
 
-    fn soon() -> Instant {
-        Instant::now() + Duration::from_secs(60)
+    fn now() -> Option<Instant> {
+        Some(Instant::now())
+    }
+
+    fn soon() -> Option<Instant> {
+        Some(Instant::now() + Duration::from_secs(60))
     }
 
     #[test]
@@ -204,7 +288,7 @@ mod tests {
         let signal = OutputSignal::new();
         signal.before_output();
         assert_eq!(signal.wait(soon(), true), CheckpointCause::Output);
-        assert_eq!(signal.wait(Instant::now(), false), CheckpointCause::Time);
+        assert_eq!(signal.wait(now(), false), CheckpointCause::Time);
         signal.nearly_full();
         assert_eq!(signal.wait(soon(), false), CheckpointCause::Full);
     }
@@ -215,7 +299,7 @@ mod tests {
         signal.before_output();
         signal.nearly_full();
         signal.sealed();
-        assert_eq!(signal.wait(Instant::now(), true), CheckpointCause::Time);
+        assert_eq!(signal.wait(now(), true), CheckpointCause::Time);
         signal.close();
         signal.sealed();
         assert_eq!(signal.wait(soon(), false), CheckpointCause::Closed);
@@ -229,7 +313,7 @@ mod tests {
                 thread::sleep(Duration::from_millis(20));
                 signal.before_output();
             });
-            assert_eq!(signal.wait(soon(), true), CheckpointCause::Output);
+            assert_eq!(signal.wait(None, true), CheckpointCause::Output);
         });
     }
 

@@ -51,7 +51,7 @@ pub enum ProtectError {
         reason: String,
     },
 
-    /// The checkpoints ended, and nobody here had asked for it.
+    /// QEMU ended the checkpoints by itself.
     #[error("QEMU ended the checkpoints ({reason})")]
     Ended {
         /// QEMU's reason, or the state of its migration.

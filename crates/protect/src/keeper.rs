@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Listener, Options};
 use limosa_migrate::MigrateError;
-use limosa_migrate::output::{OutputGate, OutputSignal};
+use limosa_migrate::output::{OutputGate, OutputGates, OutputSignal};
 use limosa_qemu::monitor::{MigrationStatus, Monitor};
 use limosa_qemu::takeover::{Actor, take_over};
 use limosa_qemu::{JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, WatchdogEnd};
@@ -16,7 +16,6 @@ use limosa_snapshot::{CheckpointBase, CheckpointDirectory};
 use crate::error::ProtectError;
 use crate::guard::{Guard, Pulse, Seen};
 use crate::options::ProtectOptions;
-use crate::outputs::Outputs;
 use crate::preflight::Preflight;
 use crate::report::{KeptCheckpoint, ProtectEnd, ProtectReport};
 use crate::series::{Kept, Series};
@@ -70,14 +69,14 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     JobRecord::expect_none(monitor)?;
     let vm = Preflight::check(monitor, options, gates.len())?;
     let signal = OutputSignal::new();
-    let outputs = Outputs { gates, signal: &signal };
-    let change = monitor.plan_settings(&vm.settings(options, outputs.paces(options)))?;
+    let outputs = OutputGates::new(gates, &signal);
+    let change = monitor.plan_settings(&vm.settings(options, options.paces(outputs)))?;
     if let Some(missing) = change.unknown.iter().find(|name| ["x-colo", "x-checkpoint-delay"].contains(&name.as_str()))
     {
         return Err(ProtectError::Refused(format!("this QEMU was built without COLO (it does not know {missing})")));
     }
     let base = CheckpointDirectory::open(directory)?.receive_base(options.store)?;
-    outputs.watch()?;
+    outputs.watch().map_err(ProtectError::Gate)?;
     let watchdog = start_watchdog()?;
     let record = JobRecord::new(JobKind::Protect, vm.manifest.id, directory, true, change.undo.clone());
     if let Err(error) = record.create(monitor) {
@@ -137,7 +136,7 @@ fn run(series: Series<'_>, base: CheckpointBase, vm: Preflight) -> Result<(Kept,
     monitor.qmp().take_events()?;
     monitor.migrate(&listener.local_uri().to_string(), false)?;
     let channel = accept(monitor, handle, &listener)?;
-    let guard = Guard::new(monitor, handle, pulse, outputs.signal, options.stall_timeout);
+    let guard = Guard::new(monitor, handle, pulse, outputs.signal(), options.stall_timeout);
     thread::scope(|scope| {
         let keeping = thread::Builder::new().name("checkpoints".into());
         let keeping = keeping.spawn_scoped(scope, move || series.keep(channel, base, vm.manifest));

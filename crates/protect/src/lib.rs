@@ -49,15 +49,16 @@ pub mod gate;
 mod guard;
 mod keeper;
 mod options;
-mod outputs;
 mod preflight;
 mod report;
 mod series;
+mod times;
 
 pub use error::ProtectError;
 pub use keeper::{ProtectRequest, protect};
 pub use options::{CheckpointTiming, ProtectDisks, ProtectOptions};
-pub use report::{KeptCheckpoint, Percentiles, ProtectEnd, ProtectReport};
+pub use report::{KeptCheckpoint, ProtectEnd, ProtectReport};
+pub use times::Percentiles;
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

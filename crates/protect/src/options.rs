@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use limosa_migrate::output::OutputGates;
 use limosa_snapshot::CheckpointOptions;
 
 /// Treatment of the VM's writable disks.
@@ -57,6 +58,13 @@ pub struct ProtectOptions {
     pub disks: ProtectDisks,
     /// How checkpoints are kept.
     pub store: CheckpointOptions,
+}
+
+impl ProtectOptions {
+    /// Whether the time between checkpoints is kept here, not by QEMU.
+    pub(crate) fn paces(&self, outputs: OutputGates<'_>) -> bool {
+        !outputs.is_empty() || self.every.is_by_output()
+    }
 }
 
 impl Default for ProtectOptions {

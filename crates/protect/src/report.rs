@@ -3,14 +3,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use hdrhistogram::Histogram;
 use limosa_migrate::output::OutputCounters;
 use limosa_snapshot::Checkpoint;
 
 use crate::error::ProtectError;
-
-/// Longest time that is told apart from longer ones.
-const LONGEST: Duration = Duration::from_secs(3600);
+use crate::times::{Percentiles, Times};
 
 /// A checkpoint that counts.
 #[derive(Debug, Clone)]
@@ -32,18 +29,6 @@ pub struct KeptCheckpoint {
     pub stored: Checkpoint,
     /// Output that was held back in the series until the checkpoint before it; `None` if output is free.
     pub output: Option<OutputCounters>,
-}
-
-/// Percentiles of a time.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Percentiles {
-    /// Half are shorter.
-    pub median: Duration,
-    /// 95 of 100 are shorter.
-    pub p95: Duration,
-    /// The longest.
-    pub max: Duration,
 }
 
 /// How a protection ended.
@@ -109,9 +94,9 @@ impl Tally {
 
     /// Counts a checkpoint.
     pub(crate) fn add(&mut self, kept: &KeptCheckpoint) {
-        self.pauses.add(kept.pause);
+        self.pauses.add(kept.pause, 1);
         if let Some(period) = kept.period {
-            self.periods.add(period);
+            self.periods.add(period, 1);
         }
         self.checkpoints += 1;
         self.pages = self.pages.saturating_add(kept.stored.pages.contents);
@@ -126,47 +111,5 @@ impl Tally {
 
     pub(crate) fn periods(&self) -> Percentiles {
         self.periods.percentiles()
-    }
-}
-
-/// Times in microseconds, in a fixed amount of memory.
-#[derive(Debug)]
-struct Times(Option<Histogram<u64>>);
-
-impl Times {
-    fn new() -> Self {
-        let longest = u64::try_from(LONGEST.as_micros()).unwrap_or(u64::MAX);
-        // Fails for senseless bounds only.
-        Self(Histogram::new_with_bounds(1, longest, 3).ok())
-    }
-
-    fn add(&mut self, time: Duration) {
-        if let Some(times) = &mut self.0 {
-            times.saturating_record(u64::try_from(time.as_micros()).unwrap_or(u64::MAX).max(1));
-        }
-    }
-
-    fn percentiles(&self) -> Percentiles {
-        let Some(times) = self.0.as_ref().filter(|times| !times.is_empty()) else { return Percentiles::default() };
-        let at = |quantile| Duration::from_micros(times.value_at_quantile(quantile));
-        Percentiles { median: at(0.5), p95: at(0.95), max: Duration::from_micros(times.max()) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn percentiles_are_those_of_the_times_that_were_added() {
-        let mut times = Times::new();
-        assert_eq!(times.percentiles(), Percentiles::default());
-        for millis in 1..=100 {
-            times.add(Duration::from_millis(millis));
-        }
-        let Percentiles { median, p95, max } = times.percentiles();
-        let near =
-            |time: Duration, millis: u64| time.abs_diff(Duration::from_millis(millis)) < Duration::from_millis(1);
-        assert!(near(median, 50) && near(p95, 95) && near(max, 100), "{median:?} {p95:?} {max:?}");
     }
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_migrate::checkpoints::{Checkpoints, NextCheckpoint};
-use limosa_migrate::output::CheckpointCause;
+use limosa_migrate::output::{CheckpointCause, OutputGates};
 use limosa_migrate::stored::{Destination, DestinationOptions};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{Monitor, RunState};
@@ -24,7 +24,6 @@ use crate::aside::{Aside, Waiting};
 use crate::error::ProtectError;
 use crate::guard::Pulse;
 use crate::options::ProtectOptions;
-use crate::outputs::Outputs;
 use crate::report::{KeptCheckpoint, Tally};
 
 /// Pages that the store copies before it looks for a stop.
@@ -41,7 +40,7 @@ pub(crate) struct Series<'a> {
     pub(crate) notice: &'a (dyn Fn(&str) + Sync),
     pub(crate) kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     pub(crate) pulse: &'a Pulse,
-    pub(crate) outputs: Outputs<'a>,
+    pub(crate) outputs: OutputGates<'a>,
 }
 
 /// A series that has ended.
@@ -58,7 +57,7 @@ impl Series<'_> {
     pub(crate) fn keep(self, channel: Channel, base: CheckpointBase, manifest: Manifest) -> Kept {
         let mut kept = Kept { tally: Tally::new(), newest: None, end: Ok(()) };
         kept.end = self.run(channel, base, manifest, &mut kept);
-        let aborted = self.outputs.abort(kept.tally.checkpoints + 1);
+        let aborted = self.outputs.abort(kept.tally.checkpoints + 1).map_err(ProtectError::Gate);
         kept.tally.output = self.outputs.counters();
         if kept.end.is_ok() {
             kept.end = aborted;
@@ -79,7 +78,7 @@ impl Series<'_> {
         let received = Destination::new(&mut base, channel, self.handle).options(options).run()?;
         let mut checkpoints = received.into_checkpoints()?;
         // The VM stands still since the end of the base.
-        self.outputs.seal(0)?;
+        self.outputs.seal(0).map_err(ProtectError::Gate)?;
         checkpoints.begin()?;
         self.pulse.set_pausing(false);
         // Before it the base is not certain, and must not take the place of an older checkpoint.
@@ -90,7 +89,7 @@ impl Series<'_> {
         manifest.pages.resent = checkpoints.base().stats.resent_pages;
         let mut pair = base.finish(&checkpoints.base().tail, manifest)?;
         kept.newest = Some(pair.newest().path.clone());
-        self.outputs.commit(0)?;
+        self.outputs.commit(0).map_err(ProtectError::Gate)?;
         tracing::info!("checkpoint 0 counts: {}", pair.newest().path.display());
         let mut before = None;
         let mut waiting = Waiting::new(self.options.buffer);
@@ -140,7 +139,7 @@ impl Series<'_> {
         waiting.store(pair).map_err(MigrateError::Sink)?;
         let stored = pair.commit(&checkpoint.sections)?;
         let commit = continued.elapsed();
-        let released = sealed.and_then(|()| self.outputs.commit(checkpoint.number));
+        let released = sealed.and_then(|()| self.outputs.commit(checkpoint.number)).map_err(ProtectError::Gate);
         let pause = loaded.as_ref().map_or_else(|_| stopping.elapsed(), |pause| *pause);
         let period = before.replace(stopping).map(|before| stopping.saturating_duration_since(before));
         let (number, bytes, output) = (stored.number, checkpoint.stats.bytes, self.outputs.counters());
@@ -150,9 +149,10 @@ impl Series<'_> {
 
     /// Waits until the next checkpoint is due, if that is not up to QEMU.
     fn wait_due(self, before: Option<Instant>) -> Result<(), ProtectError> {
-        if self.outputs.paces(self.options) {
-            let until = before.unwrap_or_else(Instant::now) + self.options.every.longest();
-            let cause = self.outputs.signal.wait(until, self.options.every.is_by_output());
+        if self.options.paces(self.outputs) {
+            // A time that does not fit has no end.
+            let until = before.unwrap_or_else(Instant::now).checked_add(self.options.every.longest());
+            let cause = self.outputs.signal().wait(until, self.options.every.is_by_output());
             tracing::debug!("a checkpoint is due: {cause:?}");
             if cause == CheckpointCause::Closed {
                 self.check_stop()?;

@@ -96,7 +96,7 @@ impl ReceivedPages {
         Ok(Self { layout, blocks, resent: 0, shortest_hole: 1 })
     }
 
-    /// The same layout without a page.
+    /// Returns the same layout without a page.
     pub(crate) fn without_pages(&self) -> Self {
         let blocks = self.layout.blocks.iter().map(BlockPages::new).collect();
         Self { layout: self.layout.clone(), blocks, ..*self }

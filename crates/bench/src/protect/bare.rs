@@ -37,7 +37,7 @@ impl Bare {
         let channel = listener.accept(Some(LIMIT)).context("QEMU does not connect")?;
         let (begun, wait) = std::sync::mpsc::channel();
         let begun = move || {
-            // Who waits for the first one is told of all.
+            // The receiver is gone after the first one.
             let _ = begun.send(());
         };
         let keep = move || keep(channel, &begun);

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use limosa_page::{to_micros, to_u64};
 
 use crate::vm::Vm;
 
@@ -30,7 +31,7 @@ pub(super) fn watch(vm: &Vm, time: Duration) -> Result<Pauses> {
 
 impl Pauses {
     pub(super) fn count(&self) -> u64 {
-        self.0.len() as u64
+        to_u64(self.0.len())
     }
 
     /// The pause that this part of all does not exceed, in microseconds; 0 of no pauses.
@@ -38,7 +39,7 @@ impl Pauses {
     pub(super) fn quantile_us(&self, quantile: f64) -> u64 {
         let rank = (quantile * self.0.len() as f64).ceil() as usize;
         let pause = self.0.get(rank.saturating_sub(1).min(self.0.len().saturating_sub(1)));
-        pause.map_or(0, |pause| u64::try_from(pause.as_micros()).unwrap_or(u64::MAX))
+        pause.copied().map_or(0, to_micros)
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use limosa_channel::{Channel, Options, Uri};
 use limosa_console::error_line;
 use limosa_migrate::checkpoints::CheckpointSourceOptions;
-use limosa_migrate::output::OutputGate as _;
+use limosa_migrate::output::OutputGate;
 use limosa_migrate::{Handle, LiveSource, LiveVm as _};
 
 use super::printer::Printer;
@@ -25,12 +25,13 @@ pub(super) fn run(socket: &Path, settings: &ProtectSettings) -> Result<(), DemoE
     let failed = |error: limosa_channel::ChannelError| DemoError::Guest(error_line(&error));
     let channel = Channel::connect(&Uri::Unix(socket.into()), &Options::default()).map_err(failed)?;
     let failed = |error: limosa_migrate::VmError| DemoError::Guest(error_line(&*error));
+    let gates: [&dyn OutputGate; 1] = [&*printer];
     let mut options = CheckpointSourceOptions::default();
     (options.every, options.by_output) = (settings.every, settings.by_output);
     if settings.held {
-        // From its first line on: before there is a base nobody would survive.
+        // From its first line on: without a base there is no survivor.
         printer.watch(&options.signal).map_err(failed)?;
-        options.gates.push(printer);
+        options.gates = &gates;
     }
     vm.resume().map_err(failed)?;
     let ended = LiveSource::new(&vm, logs, channel, &Handle::new()).make_checkpoints(&options);

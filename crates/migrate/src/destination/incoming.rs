@@ -105,7 +105,7 @@ impl ReceivedStream {
     /// Continues with the checkpoints that follow the stream of a source with COLO. Neither
     /// [`acknowledge`](Self::acknowledge) nor [`refuse`](Self::refuse) may have been called.
     ///
-    /// A source without COLO takes what it is told for the acknowledgement of its migration, and ends.
+    /// A source without COLO takes the answer for the acknowledgement of its migration, and ends.
     ///
     /// # Errors
     /// The stream was received without the option [`colo`](super::DestinationOptions::colo).

@@ -246,8 +246,8 @@ impl ReturnPath {
         }
     }
 
-    /// Waits until the destination has ended the return path, all having gone well, and nobody reads it any more.
-    /// Returns what has come behind it.
+    /// Waits until the destination has ended the return path with success, and its reader has ended too. Returns the
+    /// bytes behind the last message.
     pub(crate) fn wait_end(&self, answer_timeout: Duration) -> Result<Vec<u8>, MigrateError> {
         self.wait_for("the end of the stream", answer_timeout, |state| {
             (state.ended && state.shut == Some(0)).then(|| std::mem::take(&mut state.rest))

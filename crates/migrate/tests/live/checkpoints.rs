@@ -83,7 +83,7 @@ impl OutputGate for Gate {
     }
 }
 
-/// Where a keeper ends.
+/// The end of a keeper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Never,
@@ -165,7 +165,8 @@ fn run(end: End, vm: TestVm, set: impl FnOnce(&mut CheckpointSourceOptions<'_>, 
     options.every = Duration::from_millis(5);
     set(&mut options, &mut gate);
     let gate = Arc::new(gate);
-    options.gates.push(Arc::<Gate>::clone(&gate));
+    let gates: [&dyn OutputGate; 1] = [&*gate];
+    options.gates = &gates;
     let (near, far) = pair();
     let ended = thread::scope(|scope| {
         vm.write_on(scope, marker, 7, Duration::from_micros(50));

@@ -2,6 +2,8 @@
 //!
 //! Source: QEMU's documentation of `-netdev stream`, and passt's of its socket.
 
+use std::io;
+
 use limosa_page::{to_u64, to_usize};
 
 /// Bytes of a frame's length.
@@ -76,6 +78,19 @@ impl FrameReader {
         }
         self.start += whole;
         Ok(self.buffer.get(self.start - whole..self.start))
+    }
+
+    /// Takes the first `count` bytes of the [room](Self::room) as arrived, and calls `take` with each frame that is
+    /// whole now, with its length.
+    ///
+    /// # Errors
+    /// As of [`next_frame`](Self::next_frame): the stream is of no use any more.
+    pub(super) fn take_arrived(&mut self, count: usize, mut take: impl FnMut(&[u8])) -> io::Result<()> {
+        self.arrived(count);
+        while let Some(frame) = self.next_frame().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))? {
+            take(frame);
+        }
+        Ok(())
     }
 
     /// Forgets what has come: a new stream begins.

@@ -7,16 +7,13 @@
 //! ```
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use hdrhistogram::Histogram;
 use limosa_migrate::output::OutputCounters;
 use limosa_page::to_u64;
 
 use super::frame::{PREFIX, cost};
-
-/// Longest time that is told apart from longer ones, in microseconds.
-const LONGEST_MICROS: u64 = 3_600_000_000;
+use crate::times::Times;
 
 /// Most epochs that are sealed and not yet let out.
 const SEALED_MAX: usize = 1024;
@@ -84,7 +81,7 @@ pub(super) struct Hold {
     last: Option<u64>,
     cost: u64,
     counters: OutputCounters,
-    times: Option<Histogram<u64>>,
+    times: Times,
 }
 
 impl Hold {
@@ -98,8 +95,7 @@ impl Hold {
             last: None,
             cost: 0,
             counters: OutputCounters::default(),
-            // Fails for senseless bounds only.
-            times: Histogram::new_with_bounds(1, LONGEST_MICROS, 3).ok(),
+            times: Times::new(),
         }
     }
 
@@ -115,9 +111,7 @@ impl Hold {
 
     pub(super) fn counters(&self) -> OutputCounters {
         let mut counters = self.counters;
-        if let Some(times) = self.times.as_ref().filter(|times| !times.is_empty()) {
-            counters.median_hold = Duration::from_micros(times.value_at_quantile(0.5));
-        }
+        counters.median_hold = self.times.percentiles().median;
         counters
     }
 
@@ -125,9 +119,7 @@ impl Hold {
     pub(super) fn begin(&mut self) {
         self.abort();
         self.counters = OutputCounters::default();
-        if let Some(times) = &mut self.times {
-            times.reset();
-        }
+        self.times.reset();
     }
 
     /// Takes a frame with its length, unless it passes.
@@ -180,11 +172,7 @@ impl Hold {
             for (time, count) in came {
                 let held = now.saturating_duration_since(time);
                 self.counters.longest_hold = self.counters.longest_hold.max(held);
-                if let Some(times) = &mut self.times {
-                    let micros = u64::try_from(held.as_micros()).unwrap_or(u64::MAX).clamp(1, LONGEST_MICROS);
-                    let recorded = times.record_n(micros, count);
-                    debug_assert!(recorded.is_ok(), "a time within the bounds");
-                }
+                self.times.add(held, count);
             }
             self.counters.released_packets += frames.count;
             self.counters.released_bytes += frames.payload();
@@ -203,7 +191,7 @@ impl Hold {
         (self.open, self.cost, self.last, self.holding) = (Epoch::default(), 0, None, false);
     }
 
-    /// Counts frames that were let out and reached nobody.
+    /// Counts frames that were let out and not delivered.
     pub(super) fn undelivered(&mut self, count: u64) {
         self.counters.undelivered_packets = self.counters.undelivered_packets.saturating_add(count);
     }
@@ -211,6 +199,8 @@ impl Hold {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
 
     use super::*;

@@ -234,16 +234,10 @@ impl Network {
             }
             (link, false) => match link.read(self.reader.room()) {
                 Ok(0) => io::ErrorKind::UnexpectedEof.into(),
-                Ok(count) => {
-                    self.reader.arrived(count);
-                    loop {
-                        match self.reader.next_frame() {
-                            Ok(Some(frame)) => take(frame),
-                            Ok(None) => return None,
-                            Err(error) => break io::Error::new(io::ErrorKind::InvalidData, error),
-                        }
-                    }
-                }
+                Ok(count) => match self.reader.take_arrived(count, take) {
+                    Ok(()) => return None,
+                    Err(error) => error,
+                },
                 Err(error) => error,
             },
         };

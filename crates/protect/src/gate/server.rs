@@ -90,8 +90,8 @@ pub struct Gate {
     grace: Duration,
     /// The keeper is gone without a word, since then.
     lost: Option<Instant>,
-    /// The keeper has been told that the room is short.
-    told: bool,
+    /// The keeper knows that the room is nearly full.
+    full_reported: bool,
     report: GateReport,
     first_error: Option<io::Error>,
     _files: [SocketFile; 2],
@@ -117,7 +117,7 @@ impl Gate {
             hold: Hold::new(options.limit),
             grace: options.grace,
             lost: None,
-            told: false,
+            full_reported: false,
             report: GateReport::default(),
             first_error,
             _files: [vm_file, keeper_file],
@@ -224,7 +224,7 @@ impl Gate {
     /// Reads frames that the VM has sent. Returns whether more may be there.
     fn read_vm(&mut self, notice: &dyn Fn(&str)) -> bool {
         let now = Instant::now();
-        let Self { vm, keeper, network, hold, told, report, .. } = self;
+        let Self { vm, keeper, network, hold, full_reported, report, .. } = self;
         let read = vm.read(|frame| {
             report.sent_frames += 1;
             report.sent_bytes += to_u64(frame.len().saturating_sub(PREFIX));
@@ -233,7 +233,7 @@ impl Gate {
                 Offered::First => keeper.answer(Answer::Output),
                 Offered::Held | Offered::Dropped => {}
             }
-            if hold.is_nearly_full() && !std::mem::replace(told, true) {
+            if hold.is_nearly_full() && !std::mem::replace(full_reported, true) {
                 keeper.answer(Answer::Full);
             }
         });
@@ -279,8 +279,8 @@ impl Gate {
                     let change = self.network.write();
                     self.note(change, notice);
                     self.count_undelivered();
-                    self.told = self.hold.is_nearly_full();
-                    if self.told {
+                    self.full_reported = self.hold.is_nearly_full();
+                    if self.full_reported {
                         self.keeper.answer(Answer::Full);
                     }
                     self.keeper.answer(Answer::Counters(self.hold.counters()));
@@ -310,14 +310,14 @@ impl Gate {
             self.hold.abort();
             notice("output leaves at once: no protection");
         }
-        (self.lost, self.told) = (None, false);
+        (self.lost, self.full_reported) = (None, false);
     }
 
     fn begin_series(&mut self) {
         self.end_series();
         self.hold.begin();
         self.report.series += 1;
-        (self.lost, self.told) = (None, false);
+        (self.lost, self.full_reported) = (None, false);
     }
 
     /// Adds the counters of a series to the report.
@@ -338,7 +338,7 @@ impl Gate {
 
     fn lose_keeper(&mut self, error: &io::Error, notice: &dyn Fn(&str)) {
         self.keeper.close();
-        self.told = false;
+        self.full_reported = false;
         if self.hold.is_holding() {
             notice(&format!("the keeper is gone{}", reason(error)));
             self.lost = Some(Instant::now());

@@ -113,19 +113,10 @@ impl VmPort {
         for _ in 0..READS {
             let error = match (&*vm).read(self.reader.room()) {
                 Ok(0) => io::ErrorKind::UnexpectedEof.into(),
-                Ok(count) => {
-                    self.reader.arrived(count);
-                    loop {
-                        match self.reader.next_frame() {
-                            Ok(Some(frame)) => take(frame),
-                            Ok(None) => break,
-                            Err(error) => {
-                                return VmRead::Lost(self.lose(io::Error::new(io::ErrorKind::InvalidData, error)));
-                            }
-                        }
-                    }
-                    continue;
-                }
+                Ok(count) => match self.reader.take_arrived(count, &mut take) {
+                    Ok(()) => continue,
+                    Err(error) => error,
+                },
                 Err(error) => error,
             };
             match error.kind() {

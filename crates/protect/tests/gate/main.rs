@@ -49,7 +49,7 @@ fn frames_leave_with_their_checkpoint_in_order_and_those_for_the_vm_at_once() {
         for number in 0..7 {
             vm.send(format!("{epoch}.{number}").as_bytes());
         }
-        assert_eq!(signal.wait(Instant::now() + SOON, true), CheckpointCause::Output);
+        assert_eq!(signal.wait(Some(Instant::now() + SOON), true), CheckpointCause::Output);
         network.send(b"inbound");
         assert_eq!(vm.frame(), b"inbound");
         // All that was written is in the socket, and a seal takes all of it.
@@ -188,12 +188,12 @@ fn memory_is_bounded_and_a_checkpoint_is_asked_for_before_frames_are_dropped() {
         vm.send(&[number; 936]);
     }
     keeper.seal(1).unwrap();
-    assert_eq!(signal.wait(Instant::now(), false), CheckpointCause::Time, "there is room");
+    assert_eq!(signal.wait(Some(Instant::now()), false), CheckpointCause::Time, "there is room");
     signal.sealed();
     for number in 40..200 {
         vm.send(&[number; 936]);
     }
-    assert_eq!(signal.wait(Instant::now() + SOON, false), CheckpointCause::Full);
+    assert_eq!(signal.wait(Some(Instant::now() + SOON), false), CheckpointCause::Full);
     keeper.seal(2).unwrap();
     keeper.commit(2).unwrap();
     // 1004 bytes each: the first 99 fit.
@@ -326,7 +326,7 @@ fn a_keeper_learns_that_its_gate_has_ended() {
             thread::sleep(Duration::from_millis(50));
             scene.stop();
         });
-        assert_eq!(signal.wait(Instant::now() + SOON, false), CheckpointCause::Full);
+        assert_eq!(signal.wait(Some(Instant::now() + SOON), false), CheckpointCause::Full);
     });
     let error = keeper.seal(1).unwrap_err().to_string();
     assert!(error.contains("has ended"), "{error}");

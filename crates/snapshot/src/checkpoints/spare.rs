@@ -76,7 +76,7 @@ impl Differences {
     /// Copies up to `limit` of them from one file to the other, and forgets them; returns how many are left.
     ///
     /// # Errors
-    /// What was not copied is still noted.
+    /// A page cannot be read or written; those that were not copied are still noted.
     pub(super) fn settle(
         &mut self,
         from: &PairFile,

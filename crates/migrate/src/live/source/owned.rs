@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use limosa_channel::{Channel, ChannelError, Shutdown};
 use limosa_memory::dirty::{DirtyLogs, DirtyPages, Writers};
 use limosa_page::{BrokenInvariant, invariant};
+use limosa_stream::DeviceSections;
 
 use super::hints::Hints;
 use super::stats::HintStats;
@@ -180,6 +181,12 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         self.vm.pause().map_err(|source| MigrateError::Vm { what: "be stopped", source })?;
         self.lift_throttle();
         Ok(())
+    }
+
+    /// The state of the devices of the VM, which is stopped.
+    pub(super) fn device_sections(&self) -> Result<DeviceSections, MigrateError> {
+        let sections = self.vm.device_sections();
+        sections.map_err(|source| MigrateError::Vm { what: "tell the state of its devices", source })
     }
 
     /// Lets the VM continue in the middle of the job; its writes are logged all the while.

@@ -27,7 +27,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     pub(super) fn switch(&mut self, unmoved: Unmoved) -> Result<Phase<'e, 'v>, MigrateError> {
         let Unmoved { dirty, sent: SentBitmap { sent, mut zero } } = unmoved;
         let mut guest = GuestSource::new(self.vm.vm());
-        guest.devices = self.device_sections()?.bytes().to_vec();
+        guest.devices = self.vm.device_sections()?.bytes().to_vec();
         let blocks = with_page_sizes(&guest.setup().blocks, self.terms.page_sizes)?;
         let each: Vec<u64> = blocks.iter().map(pages_of).collect();
         // What is free, and was not sent since nor written, is as good as zero: a request for it is answered at once.

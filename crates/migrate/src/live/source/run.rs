@@ -36,18 +36,27 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     fn prepare(&mut self) -> Result<Ready<'v>, MigrateError> {
         let mut phase = Phase::Setup;
         loop {
-            let before = phase.step();
             phase = match phase {
-                Phase::Setup => self.setup()?,
-                Phase::Hints(rounds) => self.ask_for_hints(*rounds)?,
-                Phase::Precopy(precopy) => self.precopy(*precopy)?,
-                Phase::Pause(left) => self.pause(left)?,
-                Phase::LastRound(last) => self.last_round(*last)?,
-                Phase::DeviceState => self.device_state()?,
                 Phase::Commit(commit) => return Ok(Ready::Commit(commit)),
                 Phase::Postcopy(switch) => return Ok(Ready::Postcopy(switch)),
+                phase => self.next(phase)?,
             };
-            phase.step().check_follows(before)?;
         }
+    }
+
+    /// Does the work of a phase, and returns the next one. The last ones, which hand the VM over, are left as they are.
+    pub(super) fn next(&mut self, phase: Phase<'e, 'v>) -> Result<Phase<'e, 'v>, MigrateError> {
+        let before = phase.step();
+        let next = match phase {
+            Phase::Setup => self.setup()?,
+            Phase::Hints(rounds) => self.ask_for_hints(*rounds)?,
+            Phase::Precopy(precopy) => self.precopy(*precopy)?,
+            Phase::Pause(left) => self.pause(left)?,
+            Phase::LastRound(last) => self.last_round(*last)?,
+            Phase::DeviceState => self.device_state()?,
+            last @ (Phase::Commit(_) | Phase::Postcopy(_)) => return Ok(last),
+        };
+        next.step().check_follows(before)?;
+        Ok(next)
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use limosa_memory::dirty::DirtyPages;
 use limosa_page::{BrokenInvariant, PageBitmap, invariant, to_u64};
-use limosa_stream::{Command, DeviceSections, postcopy, section};
+use limosa_stream::{Command, postcopy, section};
 
 use super::attempt::Attempt;
 use super::link::{Link, Terms};
@@ -91,16 +91,10 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         Ok(Phase::DeviceState)
     }
 
-    /// The state of the devices of the VM, which is stopped.
-    pub(super) fn device_sections(&self) -> Result<DeviceSections, MigrateError> {
-        let sections = self.vm.vm().device_sections();
-        sections.map_err(|source| MigrateError::Vm { what: "tell the state of its devices", source })
-    }
-
     /// Sends the state of the devices, and waits until the destination has everything in its place.
     pub(super) fn device_state(&mut self) -> Result<Phase<'e, 'v>, MigrateError> {
         let link = self.link;
-        let sections = self.device_sections()?;
+        let sections = self.vm.device_sections()?;
         let mut bytes = sections.bytes().to_vec();
         Command::Ping(postcopy::PING_READY).encode(&mut bytes)?;
         link.channel.write_all(&bytes)?;

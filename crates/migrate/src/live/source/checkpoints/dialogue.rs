@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
-use limosa_page::to_u64;
+use limosa_page::{broken_invariant, to_u64};
 use limosa_stream::colo::{COLO_MESSAGE_LIMIT, ColoMessage};
 
 use crate::control::Control;
@@ -72,7 +72,9 @@ impl<'e> Dialogue<'e> {
         match self.channel.read(&mut bytes) {
             Ok(0) => Err(MigrateError::Protocol(format!("the keeper closed the channel before {what}"))),
             Ok(got) => {
-                self.arrived.extend_from_slice(bytes.get(..got).unwrap_or_default());
+                let got = bytes.get(..got);
+                let got = got.ok_or_else(|| broken_invariant("a read fills no more than its buffer"))?;
+                self.arrived.extend_from_slice(got);
                 Ok(())
             }
             Err(error) if error.is_timeout() => self.control.check(),

@@ -17,7 +17,6 @@ mod series;
 mod staged;
 
 use std::thread;
-use std::time::Instant;
 
 pub use options::{CheckpointReport, CheckpointSourceOptions, CheckpointsEnded};
 
@@ -79,9 +78,4 @@ fn attempt<'e, 'v, V: LiveVm + ?Sized>(
         result
     });
     (vm, result, series.counters())
-}
-
-/// A moment from which a time is counted that may be too long for the clock.
-fn later(since: Instant, by: std::time::Duration) -> Instant {
-    since.checked_add(by).unwrap_or(since)
 }

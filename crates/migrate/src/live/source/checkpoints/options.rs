@@ -1,7 +1,6 @@
 //! The options of a series of checkpoints, and how it ends.
 
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
 use limosa_memory::dirty::DirtyLogs;
@@ -24,8 +23,8 @@ pub struct CheckpointSourceOptions<'a> {
     pub copy_aside: u64,
     /// Asks for checkpoints, and ends the series.
     pub signal: OutputSignal,
-    /// The VM's output.
-    pub gates: Vec<Arc<dyn OutputGate>>,
+    /// The gates of the VM's output.
+    pub gates: &'a [&'a dyn OutputGate],
     /// Called after each checkpoint that counts, while the VM runs.
     pub counts: &'a (dyn Fn(&CheckpointReport) + Sync),
 }
@@ -38,7 +37,7 @@ impl Default for CheckpointSourceOptions<'_> {
             by_output: false,
             copy_aside: 64 << 20,
             signal: OutputSignal::new(),
-            gates: Vec::new(),
+            gates: &[],
             counts: &|_| {},
         }
     }

@@ -3,25 +3,25 @@
 use std::time::{Duration, Instant};
 
 use limosa_memory::dirty::DirtyPages;
-use limosa_page::{PAGE_SIZE, PageBitmap, broken_invariant};
+use limosa_page::{PAGE_SIZE, PageBitmap, to_u64};
 use limosa_stream::colo::ColoMessage;
 use limosa_stream::section;
 
 use super::dialogue::Dialogue;
 use super::gates::Gates;
 use super::options::{CheckpointReport, CheckpointSourceOptions};
-use super::{later, staged};
+use super::staged;
 use crate::control;
 use crate::error::MigrateError;
 use crate::live::LiveVm;
 use crate::live::source::attempt::Attempt;
 use crate::live::source::link::{Link, Terms};
 use crate::live::source::owned::Owned;
-use crate::live::source::phase::Phase;
+use crate::live::source::phase::{Phase, Step};
 use crate::live::source::reports::Reports;
 use crate::live::source::round::{Round, Rounds};
 use crate::live::source::stats::RoundKind;
-use crate::output::CheckpointCause;
+use crate::output::{CheckpointCause, OutputGates};
 use crate::pages::PageSource as _;
 use crate::source::return_path::ReturnPath;
 
@@ -43,6 +43,8 @@ pub(super) struct Series<'e, 'v, 'o> {
     terms: &'e Terms<'e>,
     options: &'o CheckpointSourceOptions<'o>,
     counters: Counters,
+    /// Bytes that were copied aside: the memory of one checkpoint serves the next.
+    aside: Vec<u8>,
 }
 
 /// A checkpoint that was received, and does not count yet.
@@ -55,7 +57,7 @@ struct Received {
 
 impl<'e, 'v, 'o> Series<'e, 'v, 'o> {
     pub(super) fn new(link: &'e Link<'e, 'v>, terms: &'e Terms<'e>, options: &'o CheckpointSourceOptions<'o>) -> Self {
-        Self { link, terms, options, counters: Counters::default() }
+        Self { link, terms, options, counters: Counters::default(), aside: Vec::new() }
     }
 
     pub(super) fn counters(&self) -> Counters {
@@ -69,7 +71,7 @@ impl<'e, 'v, 'o> Series<'e, 'v, 'o> {
         reports: &mut Reports<'e>,
     ) -> Result<(), MigrateError> {
         let (link, terms, options) = (self.link, self.terms, self.options);
-        let mut gates = Gates::watch(&options.gates, &options.signal)?;
+        let mut gates = Gates::watch(OutputGates::new(options.gates, &options.signal))?;
         let begun = Instant::now();
         let bytes = link.bytes_out();
         (Attempt { link, terms, vm, reports }).send_base()?;
@@ -96,7 +98,8 @@ impl<'e, 'v, 'o> Series<'e, 'v, 'o> {
             keeper.say(ColoMessage::CheckpointRequest)?;
             keeper.expect(ColoMessage::CheckpointReply, "it has stored the checkpoint", timeout)?;
             self.count(&mut gates, &last)?;
-            if !self.wait(later(last.stopped, options.every))? {
+            // A time that does not fit has no end.
+            if !self.wait(last.stopped.checked_add(options.every))? {
                 return Ok(());
             }
             let number = last.report.number.saturating_add(1);
@@ -115,13 +118,13 @@ impl<'e, 'v, 'o> Series<'e, 'v, 'o> {
     }
 
     /// Waits until the next checkpoint is due; false if the series is over.
-    fn wait(&self, due: Instant) -> Result<bool, MigrateError> {
+    fn wait(&self, due: Option<Instant>) -> Result<bool, MigrateError> {
         loop {
             self.link.control.check()?;
-            let until = due.min(later(Instant::now(), TICK));
-            match self.options.signal.wait(until, self.options.by_output) {
+            let tick = Instant::now() + TICK;
+            match self.options.signal.wait(Some(due.map_or(tick, |due| due.min(tick))), self.options.by_output) {
                 CheckpointCause::Closed => return Ok(false),
-                CheckpointCause::Time if Instant::now() < due => {}
+                CheckpointCause::Time if due.is_none_or(|due| Instant::now() < due) => {}
                 CheckpointCause::Time | CheckpointCause::Output | CheckpointCause::Full => return Ok(true),
             }
         }
@@ -129,32 +132,31 @@ impl<'e, 'v, 'o> Series<'e, 'v, 'o> {
 
     /// Makes one checkpoint, whose reply has come.
     fn checkpoint<V: LiveVm + ?Sized>(
-        &self,
+        &mut self,
         link: &Link<'_, 'v>,
         vm: &mut Owned<'v, V>,
         (gates, keeper): (&mut Gates<'_>, &mut Dialogue<'_>),
         number: u64,
     ) -> Result<Received, MigrateError> {
         let before = link.bytes_out();
+        let mut dirty = DirtyPages::new(link.memory);
         let stopped = Instant::now();
         vm.pause()?;
-        let mut dirty = DirtyPages::new(link.memory);
         vm.fetch(&mut dirty)?;
         gates.seal()?;
         let pages = dirty.count();
-        let devices = vm.vm().device_sections();
-        let devices = devices.map_err(|source| MigrateError::Vm { what: "tell the state of its devices", source })?;
+        let devices = vm.device_sections()?;
         let mut tail = Vec::new();
-        ColoMessage::VmstateSize(limosa_page::to_u64(devices.bytes().len() + 1)).encode(&mut tail);
+        ColoMessage::VmstateSize(to_u64(devices.bytes().len() + 1)).encode(&mut tail);
         tail.extend_from_slice(devices.bytes());
         section::encode_eof(&mut tail);
         let copied_aside = pages.saturating_mul(PAGE_SIZE) <= self.options.copy_aside;
         let continued = if copied_aside {
-            let mut bytes = self.copy_aside(link, dirty.blocks())?;
+            self.copy_aside(link, dirty.blocks())?;
             vm.continue_here()?;
             let continued = Instant::now();
-            bytes.extend_from_slice(&tail);
-            link.channel.write_all(&bytes)?;
+            self.aside.extend_from_slice(&tail);
+            link.channel.write_all(&self.aside)?;
             self.wait_loaded(keeper)?;
             continued
         } else {
@@ -170,16 +172,16 @@ impl<'e, 'v, 'o> Series<'e, 'v, 'o> {
         Ok(Received { report, stopped, continued })
     }
 
-    /// Returns all that comes before the devices, as bytes.
-    fn copy_aside(&self, link: &Link<'_, '_>, pages: &[PageBitmap]) -> Result<Vec<u8>, MigrateError> {
-        let setup = link.source.setup();
-        let mut bytes = Vec::new();
-        ColoMessage::VmstateSend.encode(&mut bytes);
-        section::encode_end(setup.section_id, &mut bytes);
-        staged::copy(link.memory, &setup.blocks, pages, &mut bytes)?;
-        link.end_section(&mut bytes);
-        section::encode_eof(&mut bytes);
-        Ok(bytes)
+    /// Copies all that comes before the devices.
+    fn copy_aside(&mut self, link: &Link<'_, '_>, pages: &[PageBitmap]) -> Result<(), MigrateError> {
+        let (setup, bytes) = (link.source.setup(), &mut self.aside);
+        bytes.clear();
+        ColoMessage::VmstateSend.encode(bytes);
+        section::encode_end(setup.section_id, bytes);
+        staged::copy(link.memory, &setup.blocks, pages, bytes)?;
+        link.end_section(bytes);
+        section::encode_eof(bytes);
+        Ok(())
     }
 
     /// Sends all that comes before the devices, pages from where they are.
@@ -207,21 +209,10 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Sends all of the VM, which stands still at the end.
     fn send_base(&mut self) -> Result<(), MigrateError> {
         let mut phase = Phase::Setup;
-        loop {
-            let before = phase.step();
-            phase = match phase {
-                Phase::Setup => self.setup()?,
-                Phase::Precopy(precopy) => self.precopy(*precopy)?,
-                Phase::Pause(left) => self.pause(left)?,
-                Phase::LastRound(last) => self.last_round(*last)?,
-                Phase::DeviceState => break,
-                Phase::Hints(_) | Phase::Commit(_) | Phase::Postcopy(_) => {
-                    return Err(broken_invariant("a base is a precopy whose VM is not handed over").into());
-                }
-            };
-            phase.step().check_follows(before)?;
+        while phase.step() != Step::DeviceState {
+            phase = self.next(phase)?;
         }
-        let devices = self.device_sections()?;
+        let devices = self.vm.device_sections()?;
         let mut bytes = devices.bytes().to_vec();
         section::encode_eof(&mut bytes);
         section::encode_description(&devices.description(), &mut bytes)?;
