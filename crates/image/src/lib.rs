@@ -35,6 +35,7 @@ mod bitmap;
 pub mod chain;
 mod compression;
 mod disk;
+pub mod epochs;
 mod error;
 mod gate;
 mod holes;
