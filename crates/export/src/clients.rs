@@ -151,6 +151,13 @@ impl Clients {
         members.present.is_empty()
     }
 
+    /// Waits as [`wait_gone`](Self::wait_gone) does; queues of devices that have ended stay, without a request.
+    pub(crate) fn wait_gone_or_idle(&self, within: Duration) -> bool {
+        let remains = |members: &mut Members| members.present.iter().any(|member| !member.is_queue || member.is_busy());
+        let mut members = self.members.lock();
+        !self.fewer.wait_while_for(&mut members, remains, within).timed_out()
+    }
+
     fn change(&self, from: Access, to: Access) -> bool {
         self.access.compare_exchange(from as u8, to as u8, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use limosa_image::epochs::EpochError;
 use limosa_image::{BitmapAction, Disk, GuestOffset, ImageError};
 use limosa_page::error_with_causes;
 use limosa_storage::block_on;
@@ -14,6 +15,7 @@ use crate::counters::{ExportCounters, Latencies};
 use crate::failure_log::FailureLog;
 use crate::medium::{Drive, Medium};
 use crate::nbd::context::BITMAPS_MAX;
+use crate::protection::Protection;
 use limosa_nbd::protocol::MAX_STRING;
 
 /// Interval at which clients that must end are looked at.
@@ -78,6 +80,34 @@ pub enum ExportError {
     /// It is a part of a disk.
     #[error("the export {0:?} is a part of a disk, and has a fixed length")]
     Part(String),
+    /// Its VM is protected.
+    #[error("the export {name:?} is protected by {keeper:?}, which must end that first")]
+    Protected {
+        /// Its name.
+        name: String,
+        /// The name of its keeper.
+        keeper: String,
+    },
+    /// Its VM is not protected.
+    #[error("the export {0:?} is not protected")]
+    NotProtected(String),
+    /// Another keeper protects its VM.
+    #[error("the export {name:?} is protected by another keeper, {keeper:?}")]
+    OtherKeeper {
+        /// Its name.
+        name: String,
+        /// The name of its keeper.
+        keeper: String,
+    },
+    /// The name of a keeper is empty or too long.
+    #[error("the name of a keeper has 1 to 256 bytes")]
+    Keeper,
+    /// An epoch cannot be sealed, kept or dropped.
+    #[error(transparent)]
+    Epochs(#[from] EpochError),
+    /// The kernel has no room for a thread.
+    #[error("cannot start a thread")]
+    Thread(#[source] Arc<std::io::Error>),
     /// Its disk failed.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -107,6 +137,7 @@ pub struct Export {
     changing: Mutex<()>,
     /// Its disk was closed, and none has taken its place.
     is_closed: AtomicBool,
+    pub(crate) protection: Mutex<Option<Protection>>,
     pub(crate) failures: FailureLog,
 }
 
@@ -128,6 +159,7 @@ impl Export {
             attempts: Mutex::new(()),
             changing: Mutex::new(()),
             is_closed: AtomicBool::new(false),
+            protection: Mutex::new(None),
             failures: FailureLog::default(),
         };
         Ok(export)
@@ -256,10 +288,11 @@ impl Export {
     /// Makes acknowledged writes durable. Blocks until it is done.
     ///
     /// # Errors
-    /// The disk's.
+    /// [`ExportError::Protected`]; the disk's.
     pub fn flush(&self) -> Result<(), ExportError> {
         // A disk that is being replaced is closed.
         let _alone = self.changing.lock();
+        self.refuse_protected()?;
         self.flush_disk()
     }
 
@@ -273,8 +306,9 @@ impl Export {
     ///
     /// # Errors
     /// [`ExportError::Busy`], or the flush failed: requests continue, unless it was quiesced before.
-    /// [`ExportError::Resumed`], [`ExportError::Removed`].
+    /// [`ExportError::Resumed`], [`ExportError::Removed`], [`ExportError::Protected`].
     pub fn quiesce(&self, within: Duration) -> Result<(), ExportError> {
+        self.refuse_protected()?;
         let (has_begun, _alone) = self.stop_requests(within)?;
         let flushed = self.flush_disk();
         if flushed.is_err() && has_begun {
@@ -304,7 +338,11 @@ impl Export {
     }
 
     /// Carries out a change of the medium while no request is in flight.
-    fn change<T, E: From<ExportError>>(&self, within: Duration, change: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    pub(crate) fn change<T, E: From<ExportError>>(
+        &self,
+        within: Duration,
+        change: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
         let (has_begun, _alone) = self.stop_requests(within)?;
         let changed = change();
         if has_begun {
@@ -328,6 +366,7 @@ impl Export {
             return Err(ImageError::ReadOnly { image: Arc::clone(disk.name()) }.into());
         }
         self.change(within, || {
+            self.refuse_protected()?;
             let disk = self.disk();
             block_on(disk.grow(size))?;
             self.drive.set_part(0, disk.len());
@@ -349,7 +388,10 @@ impl Export {
         if let Some(bitmap) = removed.into_iter().find(|name| self.bitmaps.contains(name)) {
             return Err(ExportError::BitmapExported { export: self.name.clone(), bitmap: bitmap.clone() });
         }
-        self.change(within, || Ok(block_on(self.disk().change_bitmaps(changes))?))
+        self.change(within, || {
+            self.refuse_protected()?;
+            Ok(block_on(self.disk().change_bitmaps(changes))?)
+        })
     }
 
     /// Closes the disk and puts another one in its place, while no request is in flight: an overlay of it, for example.
@@ -367,6 +409,7 @@ impl Export {
         reopen: impl FnOnce() -> Result<Arc<dyn Disk>, E>,
     ) -> Result<(), E> {
         self.change(within, || {
+            self.refuse_protected()?;
             let old = self.medium();
             // A disk that was closed is not used again, whether it could write everything or not.
             if !self.is_closed.load(Ordering::SeqCst) {
@@ -401,7 +444,7 @@ impl Export {
         })
     }
 
-    fn put(&self, disk: Arc<dyn Disk>) {
+    pub(crate) fn put(&self, disk: Arc<dyn Disk>) {
         self.drive.set_disk(disk);
         self.is_closed.store(false, Ordering::SeqCst);
     }
@@ -441,13 +484,30 @@ impl Export {
             // Requests in flight are carried out by the kernel, which may take its time.
             while !self.clients.wait_gone(TICK) {}
         }
+        self.close_disk()?;
+        Ok(self.counters())
+    }
+
+    /// Has all clients end.
+    pub(crate) fn end_clients(&self, access: Access) {
+        self.clients.end(access);
+    }
+
+    /// Closes the disk of an export whose clients were cut off, and whose devices have ended.
+    pub(crate) fn close_dropped(&self) -> Result<(), ExportError> {
+        // Requests in flight are carried out by the kernel, which may take its time.
+        while !self.clients.wait_gone_or_idle(TICK) {}
+        *self.protection.lock() = None;
+        self.close_disk()
+    }
+
+    fn close_disk(&self) -> Result<(), ExportError> {
         let _alone = self.changing.lock();
         let disk = self.disk();
         let closed = block_on(disk.close());
         // Handshakes and queries may hold the export, and with it the disk, for a moment.
         disk.unlock();
-        closed?;
-        Ok(self.counters())
+        Ok(closed?)
     }
 
     /// Returns whether it is the disk of a device.

@@ -45,7 +45,7 @@ impl Exports {
     /// with it.
     ///
     /// # Errors
-    /// [`ExportError::NotFound`]; [`ExportError::Attached`]; the disk cannot be flushed: the export stays, unless
+    /// [`ExportError::NotFound`]; [`ExportError::Attached`]; [`ExportError::Protected`]; the disk cannot be flushed: the export stays, unless
     /// `drain` is 0; the disk cannot be closed after that: the export is removed all the same.
     pub fn remove(&self, name: &str, drain: Duration) -> Result<ExportCounters, ExportError> {
         if !drain.is_zero()
@@ -57,12 +57,20 @@ impl Exports {
             let mut exports = self.0.write();
             let at = exports.iter().position(|export| export.name() == name);
             let at = at.ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
-            if exports.get(at).is_some_and(|export| export.has_queues()) {
-                return Err(ExportError::Attached(name.to_owned()));
+            if let Some(export) = exports.get(at) {
+                export.refuse_protected()?;
+                if export.has_queues() {
+                    return Err(ExportError::Attached(name.to_owned()));
+                }
             }
             exports.remove(at)
         };
         removed.close(drain)
+    }
+
+    /// Has no client find an export any more.
+    pub(crate) fn forget(&self, export: &Arc<Export>) {
+        self.0.write().retain(|other| !Arc::ptr_eq(other, export));
     }
 
     /// Returns all of them, in the order in which they were added.

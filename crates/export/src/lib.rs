@@ -31,11 +31,13 @@ mod failure_log;
 mod gathered;
 mod medium;
 pub mod nbd;
+mod protection;
 pub mod vhost_user_blk;
 
 pub use counters::{ExportCounters, Latencies, RequestKind};
 pub use export::{Export, ExportError};
 pub use exports::Exports;
+pub use protection::ProtectionStatus;
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

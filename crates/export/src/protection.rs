@@ -1,0 +1,220 @@
+//! The epochs of an export whose VM is protected: what a keeper orders.
+//!
+//! Laws: an export has one keeper at a time, and what another one orders changes nothing. While it is protected no
+//! other command changes its disk, or relies on its file. A kept epoch is brought to the image by a thread of its own:
+//! neither the keeper nor the VM waits for that.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use limosa_image::epochs::{EpochDisk, EpochOptions, EpochStatus};
+use limosa_page::error_with_causes;
+use limosa_storage::{Storage, block_on};
+use parking_lot::{Condvar, Mutex};
+
+use crate::clients::Access;
+use crate::export::{Export, ExportError};
+use crate::exports::Exports;
+
+/// The most bytes of a keeper's name.
+const KEEPER_MAX: usize = 256;
+
+/// The protection of an export at a moment.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ProtectionStatus {
+    /// The name of its keeper.
+    pub keeper: String,
+    /// Its epochs.
+    pub epochs: EpochStatus,
+    /// Why kept epochs could not be brought to the image the last time; they are in the log.
+    pub failure: Option<String>,
+}
+
+/// The protection of an export.
+#[derive(Debug)]
+pub(crate) struct Protection {
+    keeper: String,
+    disk: Arc<EpochDisk>,
+    merging: Arc<Merging>,
+}
+
+/// What the thread that merges waits for.
+#[derive(Debug, Default)]
+struct Merging {
+    orders: Mutex<Orders>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Orders {
+    wanted: bool,
+    over: bool,
+    failure: Option<String>,
+}
+
+impl Protection {
+    fn start(export: &str, keeper: &str, disk: Arc<EpochDisk>) -> std::io::Result<Self> {
+        let (merging, merged, export) = (Arc::<Merging>::default(), Arc::clone(&disk), export.to_owned());
+        let waits = Arc::clone(&merging);
+        thread::Builder::new().name("epochs".into()).spawn(move || waits.run(&export, &merged))?;
+        Ok(Self { keeper: keeper.to_owned(), disk, merging })
+    }
+}
+
+impl Drop for Protection {
+    fn drop(&mut self) {
+        self.merging.orders.lock().over = true;
+        self.merging.changed.notify_all();
+    }
+}
+
+impl Merging {
+    fn order(&self) {
+        self.orders.lock().wanted = true;
+        self.changed.notify_all();
+    }
+
+    /// Merges when it is ordered, until protection is over.
+    fn run(&self, export: &str, disk: &EpochDisk) {
+        loop {
+            let mut orders = self.orders.lock();
+            self.changed.wait_while(&mut orders, |orders| !orders.wanted && !orders.over);
+            if orders.over {
+                return;
+            }
+            orders.wanted = false;
+            drop(orders);
+            let failure = block_on(disk.merge()).err().map(|error| error_with_causes(&error));
+            let mut orders = self.orders.lock();
+            if let Some(error) = failure.as_ref().filter(|_| orders.failure.is_none()) {
+                tracing::error!(export, error, "kept epochs cannot be brought to the image, and stay in its log");
+            }
+            orders.failure = failure;
+        }
+    }
+}
+
+impl Export {
+    /// Begins protection: from now on writes belong to epochs, the first of them `options.first`. `log` opens an empty
+    /// log, while no request is in flight; those that are get `within`.
+    ///
+    /// # Errors
+    /// [`ExportError::Protected`]; it is read-only; that of `log`; as of [`quiesce`](Self::quiesce). Nothing has
+    /// changed then.
+    pub fn protect<E: From<ExportError>>(
+        &self,
+        keeper: &str,
+        log: impl FnOnce() -> Result<Arc<dyn Storage>, E>,
+        options: &EpochOptions,
+        within: Duration,
+    ) -> Result<(), E> {
+        if keeper.is_empty() || keeper.len() > KEEPER_MAX {
+            return Err(ExportError::Keeper.into());
+        }
+        self.change(within, || {
+            self.refuse_protected()?;
+            let log = log()?;
+            let begun = block_on(EpochDisk::begin(self.disk(), log, options));
+            let disk = begun.map_err(ExportError::from)?;
+            let protection = Protection::start(self.name(), keeper, Arc::clone(&disk));
+            let protection = protection.map_err(|error| ExportError::Thread(Arc::new(error)))?;
+            *self.protection.lock() = Some(protection);
+            self.put(disk);
+            Ok(())
+        })
+    }
+
+    /// Returns the state of its protection; `None`: it is not protected.
+    #[must_use]
+    pub fn protection(&self) -> Option<ProtectionStatus> {
+        let protection = self.protection.lock();
+        protection.as_ref().map(|Protection { keeper, disk, merging }| ProtectionStatus {
+            keeper: keeper.clone(),
+            epochs: disk.status(),
+            failure: merging.orders.lock().failure.clone(),
+        })
+    }
+
+    /// Seals the open epoch, as [`EpochDisk::seal`] does: while the VM is stopped, and all its requests are answered.
+    ///
+    /// # Errors
+    /// [`ExportError::NotProtected`], [`ExportError::OtherKeeper`]; as of [`EpochDisk::seal`].
+    pub fn seal_epoch(&self, keeper: &str, epoch: u64) -> Result<(), ExportError> {
+        Ok(self.protected_by(keeper)?.0.seal(epoch)?)
+    }
+
+    /// Keeps a sealed epoch, as [`EpochDisk::keep`] does, and has it brought to the image.
+    ///
+    /// # Errors
+    /// As of [`seal_epoch`](Self::seal_epoch) and [`EpochDisk::keep`].
+    pub fn keep_epoch(&self, keeper: &str, epoch: u64, durable: bool) -> Result<(), ExportError> {
+        let (disk, merging) = self.protected_by(keeper)?;
+        block_on(disk.keep(epoch, durable))?;
+        merging.order();
+        Ok(())
+    }
+
+    /// Ends protection: the open epoch becomes the image's, durably. Requests wait meanwhile; those in flight get
+    /// `within`.
+    ///
+    /// # Errors
+    /// As of [`seal_epoch`](Self::seal_epoch), [`quiesce`](Self::quiesce) and [`EpochDisk::end`]: it stays protected.
+    pub fn unprotect(&self, keeper: &str, within: Duration) -> Result<(), ExportError> {
+        self.change(within, || {
+            let (disk, _) = self.protected_by(keeper)?;
+            block_on(disk.end())?;
+            self.put(Arc::clone(disk.image()));
+            *self.protection.lock() = None;
+            Ok(())
+        })
+    }
+
+    /// Fails if it is protected.
+    pub(crate) fn refuse_protected(&self) -> Result<(), ExportError> {
+        match &*self.protection.lock() {
+            None => Ok(()),
+            Some(protection) => {
+                let (name, keeper) = (self.name().to_owned(), protection.keeper.clone());
+                Err(ExportError::Protected { name, keeper })
+            }
+        }
+    }
+
+    fn protected_by(&self, keeper: &str) -> Result<(Arc<EpochDisk>, Arc<Merging>), ExportError> {
+        match &*self.protection.lock() {
+            None => Err(ExportError::NotProtected(self.name().to_owned())),
+            Some(protection) if protection.keeper != keeper => {
+                let (name, keeper) = (self.name().to_owned(), protection.keeper.clone());
+                Err(ExportError::OtherKeeper { name, keeper })
+            }
+            Some(protection) => Ok((Arc::clone(&protection.disk), Arc::clone(&protection.merging))),
+        }
+    }
+}
+
+impl Exports {
+    /// Drops all that the VM of an export wrote after an epoch, which is kept first if it is sealed. All requests fail
+    /// from then on, its clients are cut off, and the export is removed; its image is as of that epoch, durably, closed
+    /// and unlocked. `cut_devices` ends the devices of the export. Blocks until it is done.
+    ///
+    /// # Errors
+    /// [`ExportError::NotFound`]; as of [`Export::seal_epoch`]; there is no such epoch: nothing has changed then. The
+    /// image or the log fails: requests fail from then on, and dropping can be tried again.
+    pub fn drop_after(
+        &self,
+        name: &str,
+        (keeper, epoch): (&str, u64),
+        cut_devices: impl FnOnce(&Arc<Export>),
+    ) -> Result<(), ExportError> {
+        let export = self.find(name).ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
+        let (disk, _) = export.protected_by(keeper)?;
+        // First of all: nothing that a client sends from now on has an effect.
+        block_on(disk.drop_after(epoch))?;
+        self.forget(&export);
+        export.end_clients(Access::Cut);
+        cut_devices(&export);
+        export.close_dropped()
+    }
+}
