@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use futures_util::future::try_join_all;
+use futures_util::future::{join_all, try_join_all};
 use limosa_page::{to_u64, to_usize};
 use limosa_storage::IoVector;
 use parking_lot::MutexGuard;
@@ -87,7 +87,10 @@ impl EpochDisk {
             begin += to_usize(place.length);
             self.0.log.storage.write(place.at, part)
         });
-        try_join_all(parts).await?;
+        // All of them, so that none is in flight when one has failed.
+        let written = join_all(parts).await;
+        write.segments.clear();
+        written.into_iter().collect::<Result<(), _>>()?;
         let mut state = self.state_with_room(&range, places.len())?;
         let (epoch, mut start) = (state.open, range.start);
         for Allocation { at, length, segment } in places {
@@ -96,7 +99,6 @@ impl EpochDisk {
             start += length;
         }
         // Before the lock is: who seals sees a write that is in flight, or its bytes.
-        write.segments.clear();
         drop(write);
         drop(state);
         Ok(())

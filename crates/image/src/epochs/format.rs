@@ -34,6 +34,8 @@ const ENTRY: usize = 32;
 pub(super) const LIST: usize = 256 << 10;
 /// The most entries of a list.
 pub(super) const LIST_ENTRIES: usize = (LIST - LIST_HEAD - 4) / ENTRY;
+/// Marks, slots and epochs have lower numbers.
+pub(super) const NUMBERS: u64 = 1 << 62;
 const VERSION: u64 = 1;
 
 /// Identifies a log: what has another id is of an earlier one.
@@ -203,7 +205,9 @@ impl Mark {
         let (id, mut words) = Reader::open(bytes, Self::MAGIC)?;
         let (number, durable, merged, epoch) = (words.word()?, words.word()?, words.word()?, words.word()?);
         let stage = Stage::from_repr(words.word()?)?;
-        (id == *log).then_some(Self { id, number, durable, merged, epoch, stage })
+        let numbers = [number, durable, merged, epoch];
+        let is_it = id == *log && numbers.iter().all(|number| *number < NUMBERS);
+        is_it.then_some(Self { id, number, durable, merged, epoch, stage })
     }
 }
 

@@ -13,7 +13,7 @@ use super::EpochError;
 use super::apply::apply;
 use super::disk::EpochDisk;
 use super::extents::Extents;
-use super::format::{Header, List, Mark, SECTOR, SLOTS, Slot, Stage, new_id};
+use super::format::{Header, List, Mark, NUMBERS, SECTOR, SLOTS, Slot, Stage, new_id};
 use super::log::{Log, Stored, entries};
 use super::space::{Segment, Space};
 use crate::disk::Disk;
@@ -32,7 +32,7 @@ const LIMIT: u64 = 4 << 30;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct EpochOptions {
-    /// The number of the first epoch, at least 1. The image is as of the epoch before.
+    /// The number of the first epoch, at least 1 and less than 2^62. The image is as of the epoch before.
     pub first: u64,
     /// Identifies the time since the machine was booted; 0 if that is unknown. After a power cut only what was kept
     /// durably counts.
@@ -127,7 +127,7 @@ impl EpochDisk {
     /// image.
     ///
     /// # Errors
-    /// The image is read-only; the image cannot be flushed, or the log not be written.
+    /// The image is read-only; there is no such first epoch; the image cannot be flushed, or the log not be written.
     pub async fn begin(
         image: Arc<dyn Disk>,
         log: Arc<dyn Storage>,
@@ -137,7 +137,11 @@ impl EpochDisk {
             return Err(ImageError::ReadOnly { image: Arc::clone(image.name()) }.into());
         }
         let EpochOptions { first, boot, file, limit } = *options;
-        let (id, kept) = (new_id(), first.saturating_sub(1));
+        if !(1..NUMBERS).contains(&first) {
+            let what = format!("its first epoch cannot have the number {first}");
+            return Err(ImageError::Unsupported { image: Arc::clone(image.name()), what }.into());
+        }
+        let (id, kept) = (new_id(), first - 1);
         let log = Log { storage: log, id };
         let mark = Mark { id, number: 1, durable: 0, merged: 0, epoch: kept, stage: Stage::Open };
         // The image is the epoch before the first one.
@@ -150,7 +154,7 @@ impl EpochDisk {
         log.flush().await.map_err(ImageError::from)?;
         let state = State {
             stage: Stage::Open,
-            open: first.max(1),
+            open: first,
             writes: Extents::default(),
             sealed: VecDeque::new(),
             kept: VecDeque::new(),

@@ -64,8 +64,10 @@ pub async fn recover(
         slots.retain(|slot| slot.number <= durable);
     }
     let mut newest: Extents<Stored> = Extents::default();
+    let mut entries_left = 2 * EXTENTS_MAX;
     for slot in &slots {
-        for Entry { start, length, contents } in log.read_entries(slot, header.disk, EXTENTS_MAX).await? {
+        for Entry { start, length, contents } in log.read_entries(slot, header.disk, entries_left).await? {
+            entries_left = entries_left.saturating_sub(1);
             newest.insert(start..start + length, Stored { contents, epoch: slot.epoch, segment: None });
         }
     }
