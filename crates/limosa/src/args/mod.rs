@@ -50,7 +50,8 @@ pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};
 pub(crate) use serve::{JournalArg, SandboxArg, ServeArgs, ServeCommandArgs};
 pub(crate) use serve_ctl::{
-    ServeAddArgs, ServeBitmapArgs, ServeCommand, ServeCtlArgs, ServeCtlCommand, ServedImageArgs,
+    ServeAddArgs, ServeBitmapArgs, ServeCommand, ServeCtlArgs, ServeCtlCommand, ServeEpochArgs, ServeKeeperArgs,
+    ServedImageArgs,
 };
 pub(crate) use snapshot::{NewSnapshotArgs, SealArgs, SnapshotArgs, SnapshotCommand};
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};

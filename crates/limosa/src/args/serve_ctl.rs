@@ -64,6 +64,11 @@ pub(crate) struct ServedImageArgs {
     #[arg(long, value_name = "LEVEL", requires = "compress")]
     pub(crate) compress_level: Option<u8>,
 
+    /// Serve an image as of the last epoch that was kept of a protected VM: that VM is off for certain, or reaches no
+    /// server of the image. What it wrote later is gone
+    #[arg(long, conflicts_with_all = ["read_only", "snapshot"])]
+    pub(crate) fenced: bool,
+
     /// Cache mode: none, writeback, writethrough, unsafe, directsync
     #[arg(long, value_name = "MODE", default_value = "writeback")]
     pub(crate) cache: CacheMode,
@@ -183,8 +188,70 @@ pub(crate) enum ServeCtlCommand {
     },
     /// Change the dirty bitmaps of a disk, all at one moment; without an option: show them
     Bitmap(ServeBitmapArgs),
+    /// Have writes belong to epochs from now on: they become the image's when an epoch is kept
+    Protect {
+        #[command(flatten)]
+        export: ServeKeeperArgs,
+
+        /// Number of the first epoch
+        #[arg(long, value_name = "EPOCH", default_value = "1", value_parser = clap::value_parser!(u64).range(1..))]
+        first: u64,
+
+        /// The most bytes of the log beside the image that has the writes; further ones fail
+        #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = parse_size)]
+        log_size: u64,
+
+        /// Fail if requests in flight are not done after this time
+        #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "30s")]
+        timeout: Duration,
+    },
+    /// Seal the open epoch: later writes belong to the next one. The VM is stopped meanwhile
+    Seal(ServeEpochArgs),
+    /// Keep a sealed epoch, and those before it: their writes become the image's
+    Keep {
+        #[command(flatten)]
+        epoch: ServeEpochArgs,
+
+        /// Keep it even if the power is cut, too
+        #[arg(long)]
+        durable: bool,
+    },
+    /// Drop what was written after an epoch, cut off the export's clients, and close its image: the VM has failed
+    Drop(ServeEpochArgs),
+    /// End protection: the open epoch becomes the image's, too
+    Unprotect {
+        #[command(flatten)]
+        export: ServeKeeperArgs,
+
+        /// Fail if requests in flight are not done after this time
+        #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "30s")]
+        timeout: Duration,
+    },
     /// End the server, as SIGTERM does
     Quit,
+}
+
+/// An export, and who protects it.
+#[derive(Debug, Args)]
+pub(crate) struct ServeKeeperArgs {
+    /// Name of the export; '' is the default export
+    #[arg(value_name = "NAME")]
+    pub(crate) name: String,
+
+    /// Name of the keeper: another one is refused
+    #[arg(long, value_name = "NAME", default_value = "ctl")]
+    pub(crate) keeper: String,
+}
+
+/// An epoch of an export.
+#[derive(Debug, Args)]
+pub(crate) struct ServeEpochArgs {
+    #[command(flatten)]
+    pub(crate) export: ServeKeeperArgs,
+
+    /// Number of the epoch
+    #[arg(value_name = "EPOCH")]
+    pub(crate) epoch: u64,
 }
 
 #[derive(Debug, Args)]

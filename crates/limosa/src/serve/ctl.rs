@@ -12,7 +12,7 @@ use limosa_qemu::qmp::{Options, Qmp};
 use serde_json::{Value, json};
 
 use super::steering::{AddRequest, BitmapChange};
-use crate::args::{ServeBitmapArgs, ServeCtlArgs, ServeCtlCommand};
+use crate::args::{ServeBitmapArgs, ServeCtlArgs, ServeCtlCommand, ServeEpochArgs, ServeKeeperArgs};
 use crate::ctl::{Server, explained};
 use crate::usage::misused;
 
@@ -42,10 +42,45 @@ pub(super) fn run(args: &ServeCtlArgs) -> anyhow::Result<ExitCode> {
         ServeCtlCommand::Snapshot { name, overlay, clear, timeout } => ctl.snapshot(name, overlay, clear, *timeout)?,
         ServeCtlCommand::Commit { name, overlay, timeout } => ctl.commit(name, overlay.as_deref(), *timeout)?,
         ServeCtlCommand::Bitmap(args) => ctl.bitmaps(args)?,
+        ServeCtlCommand::Protect { export, first, log_size, timeout } => {
+            let mut arguments = keeper(export);
+            arguments["first"] = (*first).into();
+            arguments["log-size"] = (*log_size).into();
+            arguments["timeout"] = to_millis(*timeout).into();
+            ctl.order("export-protect", arguments, &format!("{:?} is protected; epoch {first} is open", export.name))?;
+        }
+        ServeCtlCommand::Seal(args) => {
+            let next = args.epoch.saturating_add(1);
+            ctl.order("export-seal", epoch(args), &format!("epoch {} is sealed; epoch {next} is open", args.epoch))?;
+        }
+        ServeCtlCommand::Keep { epoch: args, durable } => {
+            let mut arguments = epoch(args);
+            arguments["durable"] = (*durable).into();
+            ctl.order("export-keep", arguments, &format!("epoch {} is kept", args.epoch))?;
+        }
+        ServeCtlCommand::Drop(args) => {
+            let done = format!("{:?} is as of epoch {}, and not served any more", args.export.name, args.epoch);
+            ctl.order("export-drop", epoch(args), &done)?;
+        }
+        ServeCtlCommand::Unprotect { export, timeout } => {
+            let mut arguments = keeper(export);
+            arguments["timeout"] = to_millis(*timeout).into();
+            ctl.order("export-unprotect", arguments, &format!("{:?} is not protected any more", export.name))?;
+        }
         ServeCtlCommand::Quit => ctl.order("quit", json!({}), "the server is ending")?,
     }
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The arguments of a keeper's commands.
+fn keeper(args: &ServeKeeperArgs) -> Value {
+    json!({ "name": args.name, "keeper": args.keeper })
+}
+
+/// The arguments of commands on an epoch.
+fn epoch(args: &ServeEpochArgs) -> Value {
+    json!({ "name": args.export.name, "keeper": args.export.keeper, "epoch": args.epoch })
 }
 
 fn failed(error: limosa_qemu::qmp::QmpError) -> anyhow::Error {
@@ -144,6 +179,17 @@ impl Ctl {
             let clients = quantity::count(number(export, "clients"));
             let quiesced = if export.get("quiesced") == Some(&Value::Bool(true)) { "; quiesced" } else { "" };
             print_out!("  clients: {clients}{quiesced}");
+            if let Some(protection) = export.get("protection") {
+                let keeper = protection.get("keeper").and_then(Value::as_str).unwrap_or("");
+                let [open, kept, merged] = ["open", "kept", "merged"].map(|name| number(protection, name));
+                let log = quantity::bytes(number(protection, "log-bytes"));
+                print_out!(
+                    "  protected by {keeper:?}: epoch {open} is open, {kept} kept, {merged} in the image; log {log}"
+                );
+                if let Some(failure) = protection.get("failure").and_then(Value::as_str) {
+                    print_out!("  kept epochs cannot be brought to the image: {failure}");
+                }
+            }
             for bitmap in export.get("bitmaps").and_then(Value::as_array).into_iter().flatten() {
                 print_out!("  bitmap {}", bitmap_line(bitmap));
             }

@@ -9,6 +9,7 @@ use anyhow::Context as _;
 use limosa_export::vhost_user_blk::{VhostUserBlk, VhostUserBlkOptions};
 use limosa_export::{Export, Exports};
 use limosa_vhost::{Device, Server, ServerError};
+use parking_lot::{Condvar, Mutex};
 use serde_json::{Value, json};
 
 use crate::args::ServeArgs;
@@ -22,6 +23,19 @@ pub(super) struct BlockDevice {
     server: Server,
     /// Its front end blocks a thread, which may have requests in flight.
     blocked: AtomicBool,
+    life: Mutex<Life>,
+    changed: Condvar,
+}
+
+/// Whether a device serves front ends.
+#[derive(Debug, Clone, Copy, Default)]
+struct Life {
+    /// It was cut off from its front end, and serves no other one.
+    is_cut: bool,
+    /// It serves no front end any more.
+    has_ended: bool,
+    /// The server ends.
+    is_stopped: bool,
 }
 
 /// Checks the options against each other.
@@ -48,7 +62,8 @@ pub(super) fn bind(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Vec<Bl
         let server = Server::bind_with(path, args.socket_access(), Arc::clone(&device) as Arc<dyn Device>);
         let server = server.context("--vhost-user-blk")?;
         let path = std::path::absolute(path).context("--vhost-user-blk")?.display().to_string();
-        Ok(BlockDevice { path, device, server, blocked: AtomicBool::new(false) })
+        let (blocked, life, changed) = (AtomicBool::new(false), Mutex::default(), Condvar::new());
+        Ok(BlockDevice { path, device, server, blocked, life, changed })
     };
     args.vhost_user_blk.iter().zip(&args.images).zip(exports.all()).map(bind).collect()
 }
@@ -63,11 +78,29 @@ impl BlockDevice {
         if matches!(served, Err(ServerError::StopBlocked { .. })) {
             self.blocked.store(true, Ordering::SeqCst);
         }
+        let mut life = self.life.lock();
+        life.has_ended = true;
+        self.changed.notify_all();
+        // The end of one device is the end of all, but for one that was cut off.
+        self.changed.wait_while(&mut life, |life| life.is_cut && !life.is_stopped);
         Ok(served?)
+    }
+
+    /// Ends its front end, and serves no other one: its socket is gone. Blocks until no request is in flight.
+    pub(super) fn cut(&self) {
+        let mut life = self.life.lock();
+        life.is_cut = true;
+        self.server.stopper().stop();
+        // One that comes back finds no server, instead of one that does not answer. The server leaves a file alone that
+        // is not its own.
+        let _ = rustix::fs::unlink(&*self.path);
+        self.changed.wait_while(&mut life, |life| !life.has_ended);
     }
 
     /// Makes it end.
     pub(super) fn stop(&self) {
+        self.life.lock().is_stopped = true;
+        self.changed.notify_all();
         self.server.stopper().stop();
     }
 
@@ -85,7 +118,8 @@ impl BlockDevice {
         }
     }
 
-    fn is_of(&self, export: &Arc<Export>) -> bool {
+    /// Returns whether it is of this export.
+    pub(super) fn is_of(&self, export: &Arc<Export>) -> bool {
         Arc::ptr_eq(self.device.export(), export)
     }
 

@@ -16,6 +16,7 @@ use limosa_page::to_usize;
 use limosa_storage::{Buffer, Operation, block_on};
 use parking_lot::Mutex;
 
+use super::epochs::{self, Boot};
 use super::overlay;
 use super::wanted::Wanted;
 use crate::args::ServeArgs;
@@ -27,9 +28,15 @@ use crate::img::options::{Name, Source};
 pub(super) struct Images {
     wanted: Mutex<HashMap<String, Wanted>>,
     journals: Option<JournalFolder>,
+    boot: Boot,
 }
 
 impl Images {
+    /// Returns the identifier of the time since the machine was booted.
+    pub(super) const fn boot(&self) -> Boot {
+        self.boot
+    }
+
     /// Returns where images have their journals.
     pub(super) const fn journals(&self) -> Option<&JournalFolder> {
         self.journals.as_ref()
@@ -55,8 +62,8 @@ impl Images {
 ///
 /// # Errors
 /// It cannot be opened, another process has it open, or the part that was asked for is not in it.
-pub(super) fn open_export(wanted: &mut Wanted) -> anyhow::Result<Export> {
-    let image = follow(wanted)?;
+pub(super) fn open_export(wanted: &mut Wanted, boot: Boot) -> anyhow::Result<Export> {
+    let image = follow(wanted, boot)?;
     closed_on_failure(&image, || export(wanted, &image, wanted.bitmaps.clone()))
 }
 
@@ -65,8 +72,8 @@ pub(super) fn open_export(wanted: &mut Wanted) -> anyhow::Result<Export> {
 ///
 /// # Errors
 /// As of [`open_export`].
-fn open_at_start(wanted: &mut Wanted) -> anyhow::Result<Export> {
-    let image = follow(wanted)?;
+fn open_at_start(wanted: &mut Wanted, boot: Boot) -> anyhow::Result<Export> {
+    let image = follow(wanted, boot)?;
     closed_on_failure(&image, || export_at_start(wanted, &image))
 }
 
@@ -103,14 +110,17 @@ fn export_at_start(wanted: &Wanted, image: &Image) -> anyhow::Result<Export> {
 }
 
 /// Opens the image in which a disk continues; `wanted` becomes that, with the name of the first one.
-fn follow(wanted: &mut Wanted) -> anyhow::Result<Image> {
+fn follow(wanted: &mut Wanted, boot: Boot) -> anyhow::Result<Image> {
     let name = match &wanted.name {
         Some(name) => name.clone(),
         None => file_name(&named(&wanted.source)?.reference)?,
     };
     *wanted = overlay::follow(Wanted { name: Some(name), ..wanted.clone() })?;
     let image = wanted.open_image()?;
-    if let Err(error) = warn_of_header(wanted, &image).and_then(|()| refuse_uncompressed(wanted, &image)) {
+    let checked = epochs::bring(wanted, &image, boot)
+        .and_then(|()| warn_of_header(wanted, &image))
+        .and_then(|()| refuse_uncompressed(wanted, &image));
+    if let Err(error) = checked {
         let _ = block_on(image.as_disk().close());
         return Err(error);
     }
@@ -159,7 +169,7 @@ fn export(wanted: &Wanted, image: &Image, bitmaps: Vec<String>) -> anyhow::Resul
 /// # Errors
 /// As of [`open_export`]; two have the same name.
 pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &Exports) -> anyhow::Result<Images> {
-    let images = Images { wanted: Mutex::default(), journals };
+    let images = Images { wanted: Mutex::default(), journals, boot: Boot::of_now() };
     for (number, image) in args.images.iter().enumerate() {
         let name = match args.name.get(number) {
             Some(name) => Some(name.clone()),
@@ -184,10 +194,11 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             offset: how.offset,
             size: how.size,
             compress: how.compress(),
+            fenced: how.fenced,
             journals: images.journals.clone(),
             below: None,
         };
-        let opened = open_at_start(&mut wanted).map_err(|error| explained(error, &wanted))?;
+        let opened = open_at_start(&mut wanted, images.boot).map_err(|error| explained(error, &wanted))?;
         let disk = opened.disk();
         match exports.add(opened) {
             Ok(export) => images.note(&export, wanted),

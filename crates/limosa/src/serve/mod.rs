@@ -7,6 +7,7 @@ mod address;
 mod ctl;
 mod devices;
 mod ends;
+mod epochs;
 mod images;
 pub(crate) mod journals;
 mod metrics;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use limosa_console::quantity;
 use limosa_export::nbd::ServerCounters;
-use limosa_export::{Export, RequestKind};
+use limosa_export::{Export, ProtectionStatus, RequestKind};
 use limosa_image::DirtyBitmap;
 use limosa_storage::block_on;
 use serde_json::{Map, Value, json};
@@ -29,9 +29,27 @@ pub(super) fn state(export: &Export, clients: u64) -> Value {
     object.insert("bitmaps".into(), bitmaps(export).into());
     object.insert("quiesced".into(), export.is_quiesced().into());
     object.insert("clients".into(), clients.into());
+    if let Some(protection) = protection(export) {
+        object.insert("protection".into(), protection);
+    }
     object.insert("counters".into(), counters(export).into());
     object.insert("latency-ms".into(), latencies(export).into());
     object.into()
+}
+
+/// The epochs of an export; `None`: it is not protected.
+pub(super) fn protection(export: &Export) -> Option<Value> {
+    let ProtectionStatus { keeper, epochs, failure, .. } = export.protection()?;
+    Some(json!({
+        "keeper": keeper,
+        "open": epochs.open,
+        "sealed": epochs.sealed,
+        "kept": epochs.kept,
+        "merged": epochs.merged,
+        "log-bytes": epochs.log_bytes,
+        "extents": epochs.extents,
+        "failure": failure,
+    }))
 }
 
 /// The dirty bitmaps of an export's disk. Those of a disk that is only read are not looked at unless clients can read

@@ -35,6 +35,8 @@ pub(super) struct Wanted {
     pub(super) size: Option<u64>,
     /// Whether whole clusters that clients write are stored compressed.
     pub(super) compress: Option<Compress>,
+    /// Whether the VM that was protected on it is known to be off.
+    pub(super) fenced: bool,
     /// Where it has its journal.
     pub(super) journals: Option<JournalFolder>,
     /// The image that it is an overlay of, if this server put it on that.

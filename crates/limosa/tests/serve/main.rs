@@ -14,6 +14,7 @@ mod blk_kills;
 mod blk_program;
 mod clients;
 mod commit;
+mod epochs;
 mod exercise;
 mod guest;
 mod idle;

@@ -29,7 +29,7 @@ fn mark_of(image: &Path) -> PathBuf {
 }
 
 /// The path of a file beside another one.
-pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
+pub(in crate::serve) fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut beside = path.to_owned();
     beside.as_mut_os_string().push(suffix);
     beside

@@ -27,7 +27,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
 use super::wanted::Wanted;
 use crate::img::open::named;
-pub(super) use continued::follow;
+pub(super) use continued::{beside, follow};
 
 /// The longest file that an overlay without contents can be: its L1 table has at most 32 MiB, and there are some
 /// clusters besides.
@@ -264,7 +264,8 @@ fn image_below(export: &Export, wanted: &Wanted) -> anyhow::Result<PathBuf> {
     Ok(std::path::absolute(path.with_context(refused)?)?)
 }
 
-fn folder_of(path: &Path) -> anyhow::Result<File> {
+/// Opens the folder of a file.
+pub(super) fn folder_of(path: &Path) -> anyhow::Result<File> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(folder).context("its folder")
 }
@@ -282,7 +283,7 @@ fn remove_left_over(unfinished: &Path) -> anyhow::Result<()> {
 /// Creates an empty overlay, durably. At no time there is an incomplete one at `path`.
 fn create_file(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
     let folder = folder_of(path)?;
-    let unfinished = continued::beside(path, ".unfinished");
+    let unfinished = beside(path, ".unfinished");
     let new = FileOptions { cache: CacheMode::Writeback, create: Create::New, ..FileOptions::default() };
     let file = match FileStorage::open(&unfinished, &new) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {

@@ -3,11 +3,12 @@
 //! Laws: files are opened because of these commands, and never because of what a client of an export sends. A command
 //! that fails leaves every export as it was. The server closes its images when no command is under way any more.
 
+mod epochs;
 mod overlays;
 mod prepared;
 mod requests;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -50,6 +51,8 @@ pub(super) struct Steering {
     media: Mutex<HashMap<String, Arc<Mutex<()>>>>,
     /// Overlays for snapshots that are prepared.
     prepared: Mutex<Prepared>,
+    /// Names of exports whose clients were cut off: they would come back.
+    dropped: Mutex<HashSet<String>>,
     untrusted: bool,
     /// Whether files outside of the allowed folders cannot be opened.
     confined: bool,
@@ -69,8 +72,21 @@ impl Steering {
     ) -> Self {
         let (untrusted, confined) = (args.open.untrusted, args.sandbox != SandboxArg::Off);
         let (media, prepared, ended) = (Mutex::default(), Mutex::default(), RwLock::new(false));
+        let dropped = Mutex::default();
         let has_folders = !args.allow_dir.is_empty();
-        Self { servers, exports, images, nbd_addresses, media, prepared, untrusted, confined, has_folders, ended }
+        Self {
+            servers,
+            exports,
+            images,
+            nbd_addresses,
+            media,
+            prepared,
+            dropped,
+            untrusted,
+            confined,
+            has_folders,
+            ended,
+        }
     }
 
     /// Waits for the commands under way, and refuses further ones.
@@ -143,6 +159,11 @@ impl Steering {
             "export-commit" => self.commit(&read(arguments)?)?,
             "export-undo-snapshot" => self.undo_snapshot(&read(arguments)?)?,
             "export-bitmaps" => self.bitmaps(read(arguments)?)?,
+            "export-protect" => self.protect(&read(arguments)?)?,
+            "export-seal" => self.seal(&read(arguments)?)?,
+            "export-keep" => self.keep_epoch(&read(arguments)?)?,
+            "export-drop" => self.drop_after(&read(arguments)?)?,
+            "export-unprotect" => self.unprotect(&read(arguments)?)?,
             "quit" => {
                 self.servers.stop();
                 done
@@ -159,7 +180,10 @@ impl Steering {
         if let Some(name) = wanted.name.as_ref().filter(|name| self.exports.find(name).is_some()) {
             return Err(ExportError::Exists(name.clone()).into());
         }
-        let export = images::open_export(&mut wanted).map_err(|error| self.explained(error))?;
+        if let Some(name) = wanted.name.as_ref().filter(|name| self.dropped.lock().contains(*name)) {
+            anyhow::bail!("the clients of a VM that was dropped know the name {name:?}; give it another one");
+        }
+        let export = images::open_export(&mut wanted, self.images.boot()).map_err(|error| self.explained(error))?;
         let disk = export.disk();
         let added = match self.exports.add(export) {
             Ok(added) => {
@@ -202,7 +226,7 @@ impl Steering {
     }
 
     /// The export of a name.
-    fn export(&self, name: &str) -> anyhow::Result<Arc<Export>> {
+    pub(super) fn export(&self, name: &str) -> anyhow::Result<Arc<Export>> {
         self.exports.find(name).ok_or_else(|| {
             let names: Vec<_> = self.exports.all().iter().map(|export| format!("{:?}", export.name())).collect();
             let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };

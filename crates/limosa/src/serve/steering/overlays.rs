@@ -138,7 +138,7 @@ impl Steering {
     }
 
     /// The export of a name, and how its image was opened.
-    fn served(&self, name: &str) -> anyhow::Result<(Arc<Export>, Wanted)> {
+    pub(super) fn served(&self, name: &str) -> anyhow::Result<(Arc<Export>, Wanted)> {
         let export = self.export(name)?;
         // Missing for a moment while it is added or removed.
         let wanted = self.images.wanted(&export).ok_or_else(|| ExportError::NotFound(name.to_owned()))?;

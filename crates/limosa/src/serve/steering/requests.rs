@@ -41,6 +41,8 @@ pub(in crate::serve) struct AddRequest {
     compress: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     compress_level: Option<u8>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    fenced: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     cache: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -81,6 +83,7 @@ impl AddRequest {
             size: args.how.size,
             compress: args.how.compress,
             compress_level: args.how.compress_level,
+            fenced: args.how.fenced,
             cache: Some(args.how.cache.as_str().to_owned()),
             aio: args.how.aio.and_then(aio_name).map(str::to_owned),
         })
@@ -113,6 +116,7 @@ impl AddRequest {
             offset: self.offset,
             size: self.size,
             compress,
+            fenced: self.fenced,
             journals,
             below: None,
         })
@@ -243,6 +247,50 @@ pub(super) struct BitmapsRequest {
     /// Carried out in this order, all of them or none.
     #[serde(default)]
     pub(super) changes: Vec<BitmapChange>,
+    /// Milliseconds.
+    pub(super) timeout: Option<u64>,
+}
+
+/// The beginning of protection.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct ProtectRequest {
+    pub(super) name: String,
+    pub(super) keeper: String,
+    /// The number of the first epoch; 1 if it is missing.
+    pub(super) first: Option<u64>,
+    /// The most bytes of the log.
+    pub(super) log_size: Option<u64>,
+    /// Milliseconds.
+    pub(super) timeout: Option<u64>,
+}
+
+/// An epoch to be sealed or dropped after.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct EpochRequest {
+    pub(super) name: String,
+    pub(super) keeper: String,
+    pub(super) epoch: u64,
+}
+
+/// An epoch to be kept.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct KeepRequest {
+    pub(super) name: String,
+    pub(super) keeper: String,
+    pub(super) epoch: u64,
+    #[serde(default)]
+    pub(super) durable: bool,
+}
+
+/// The end of protection.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct UnprotectRequest {
+    pub(super) name: String,
+    pub(super) keeper: String,
     /// Milliseconds.
     pub(super) timeout: Option<u64>,
 }
