@@ -198,7 +198,7 @@ impl Run {
                 assert_eq!(self.writes(), 0);
                 self.sealed.push(self.now.clone());
             }
-            Err(EpochError::InFlight { writes, .. }) => assert!(writes as usize <= self.writes() && writes > 0),
+            Err(EpochError::InFlight { writes, .. }) => assert!((1..=self.writes() as u64).contains(&writes)),
             Err(EpochError::TooManySealed { .. }) => {}
             Err(error) => panic!("{error}"),
         }

@@ -1,13 +1,14 @@
 //! Commands of keepers: in order, out of order, and of two at a time.
 
 use std::sync::Arc;
+use std::task::{Context, Waker};
 
 use limosa_image::epochs::{EpochDisk, EpochError, EpochOptions, Recovered, recover};
 use limosa_image::{BlockStatus, Disk, GuestOffset, ImageError};
-use limosa_storage::testing::{Failing, Fault};
-use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
+use limosa_storage::testing::{Failing, Fault, RequestHolder};
+use limosa_storage::{Buffer, MemoryStorage, Operation, Storage, block_on};
 
-use crate::bed::{Format, SECTOR, SIZE, versions, write};
+use crate::bed::{Format, SECTOR, SIZE, sector, versions, write};
 
 struct Bed {
     file: Arc<MemoryStorage>,
@@ -130,17 +131,48 @@ fn a_log_without_room_fails_writes_and_is_used_again_when_the_image_has_them() {
     let log = Arc::new(MemoryStorage::growing_to(64 << 20));
     let limited = options().limit(2 << 20);
     let disk = block_on(EpochDisk::begin(Format::Raw.open(file), log.clone(), &limited)).unwrap();
-    let mut epoch = 1;
-    for round in 0..10 {
+    for epoch in 1..=10 {
         let written = (0..600).take_while(|number| write(&disk, number % 128, 1 + number).is_ok()).count();
         // Pages of 4 KiB: the open epoch replaces what it wrote before, which frees whole segments.
-        assert!(written >= 128, "round {round}: {written}");
+        assert!(written >= 128, "epoch {epoch}: {written}");
         disk.seal(epoch).unwrap();
         block_on(disk.keep(epoch, false)).unwrap();
         block_on(disk.merge()).unwrap();
-        epoch += 1;
     }
     assert!(log.contents().len() <= 3 << 20);
+}
+
+#[test]
+fn a_write_that_was_given_up_never_lands_in_what_is_written_later() {
+    let holder = RequestHolder::only(&[Operation::Write]);
+    holder.release_all();
+    let file = Arc::new(MemoryStorage::with_contents(Format::Raw.empty(), 4 << 20));
+    let log = holder.wrap(Arc::new(MemoryStorage::growing_to(64 << 20)));
+    let limited = options().limit(3 << 20);
+    let disk = block_on(EpochDisk::begin(Format::Raw.open(file), log, &limited)).unwrap();
+    holder.hold_again();
+    let mut context = Context::from_waker(Waker::noop());
+    let mut write = |version: u64, at: u64, is_given_up: bool| {
+        let bytes = Buffer::from_slice(&sector(version));
+        let mut write = disk.write(GuestOffset(at * SECTOR), bytes.into());
+        assert!(write.as_mut().poll(&mut context).is_pending());
+        let number = holder.waiting().last().unwrap().number;
+        if !is_given_up {
+            holder.release(number);
+            assert!(write.as_mut().poll(&mut context).is_ready());
+        }
+        number
+    };
+    let late = write(1_000_000, 0, true);
+    // A segment has 256 pages. The first page of every other one would have a sector that is the latest of its place.
+    let mut wanted = vec![0; 128];
+    for version in 1..3 * 512 + 50 {
+        let at = version % 128;
+        write(version, at, false);
+        wanted[usize::try_from(at).unwrap()] = version;
+    }
+    assert!(holder.release(late));
+    assert_eq!(versions(&*disk), wanted);
 }
 
 #[test]
