@@ -45,8 +45,8 @@ impl Exports {
     /// with it.
     ///
     /// # Errors
-    /// [`ExportError::NotFound`]; [`ExportError::Attached`]; [`ExportError::Protected`]; the disk cannot be flushed: the export stays, unless
-    /// `drain` is 0; the disk cannot be closed after that: the export is removed all the same.
+    /// [`ExportError::NotFound`]; [`ExportError::Attached`]; [`ExportError::Protected`]; the disk cannot be flushed:
+    /// the export stays, unless `drain` is 0; the disk cannot be closed after that: the export is removed all the same.
     pub fn remove(&self, name: &str, drain: Duration) -> Result<ExportCounters, ExportError> {
         if !drain.is_zero()
             && let Some(export) = self.find(name)

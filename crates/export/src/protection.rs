@@ -40,7 +40,7 @@ pub(crate) struct Protection {
     merging: Arc<Merging>,
 }
 
-/// What the thread that merges waits for.
+/// Orders to the thread that merges.
 #[derive(Debug, Default)]
 struct Merging {
     orders: Mutex<Orders>,

@@ -24,7 +24,7 @@ pub(super) const MARKS: [u64; 2] = [4096, 8192];
 const SLOTS_AT: u64 = 16 << 10;
 /// Offset of the data.
 pub(super) const DATA_AT: u64 = 1 << 20;
-/// Slots of a log: so many epochs can be kept before the image has the first of them.
+/// Slots of a log: the most epochs that are kept and not in the image yet.
 pub(super) const SLOTS: u64 = (DATA_AT - SLOTS_AT) / SECTOR as u64;
 /// Bytes of a list before its entries.
 const LIST_HEAD: usize = 48;
@@ -94,11 +94,11 @@ pub(super) struct Slot {
     pub(super) epoch: u64,
     /// Whether this slot and all before it lead to what was durable before it was written.
     pub(super) durable: bool,
-    /// Offset of the first list; 0: there is none.
+    /// Offset of the first list; 0: the epoch has no entries.
     pub(super) list: u64,
 }
 
-/// What became of a range of the disk.
+/// The contents that a range of the disk was given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Contents {
     /// It has the bytes at this offset of the log.
@@ -259,7 +259,7 @@ impl List {
         words.sealed(length)
     }
 
-    /// The list of a slot in its first sector, and bytes of all of it; `None`: there is none.
+    /// Returns the bytes of a slot's list by its first sector; `None`: it is not a list of that slot.
     pub(super) fn length(first: &[u8], log: &LogId, slot: u64) -> Option<usize> {
         let (found, rest) = first.split_first_chunk::<8>()?;
         let (id, rest) = rest.split_first_chunk::<16>()?;

@@ -12,7 +12,7 @@ use super::format::{
 };
 use super::space::Segment;
 
-/// What was written to a range of the disk, and when.
+/// The contents of a range of the disk, and their epoch.
 #[derive(Debug, Clone)]
 pub(super) struct Stored {
     pub(super) contents: Contents,
@@ -100,7 +100,7 @@ impl Log {
         newest.ok_or_else(|| fault(&*self.storage, "it is damaged: it has no mark"))
     }
 
-    /// Reads the slots from `first` on, as far as one follows the other.
+    /// Reads the slots from `first` on, up to the first one that is missing.
     pub(super) async fn read_slots(&self, first: u64) -> Result<Vec<Slot>, EpochError> {
         let mut slots = Vec::new();
         for number in (first..).take(usize::try_from(SLOTS).unwrap_or(usize::MAX)) {

@@ -1,4 +1,4 @@
-//! What a keeper does with a disk: it begins protection, seals, keeps and drops epochs, and ends it.
+//! The commands of a keeper: beginning protection, sealing, keeping and dropping epochs, and ending it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -90,7 +90,7 @@ struct Kept {
 pub(super) struct State {
     pub(super) stage: Stage,
     pub(super) open: u64,
-    /// What was written in the open epoch.
+    /// Writes of the open epoch.
     pub(super) writes: Extents<Stored>,
     sealed: VecDeque<Arc<Epoch>>,
     kept: VecDeque<Kept>,
@@ -98,7 +98,7 @@ pub(super) struct State {
     /// The last slot that is durable with all before it.
     durable: u64,
     merged: u64,
-    /// What is not in the image, of all epochs.
+    /// Writes of all epochs that the image does not have yet: the newest of each range.
     pub(super) current: Extents<Stored>,
     /// Ranges of epochs that are sealed or kept.
     pub(super) closed_extents: usize,

@@ -1,4 +1,4 @@
-//! What the next process does with a log: it brings the kept epochs to the image.
+//! Recovery: the next process brings the kept epochs of a log to the image.
 
 use std::sync::Arc;
 

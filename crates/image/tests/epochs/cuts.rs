@@ -31,7 +31,7 @@ fn options(boot: [u64; 2]) -> EpochOptions {
     EpochOptions::default().first(FIRST).boot(boot).file([3, 4]).limit(3 << 20)
 }
 
-/// What a task does.
+/// The work of a task.
 #[derive(Debug, Clone)]
 enum Doing {
     /// Sectors get a version.
@@ -290,7 +290,7 @@ impl Run {
         least.map(number).max().unwrap_or(FIRST - 1)..=last.max(FIRST - 1)
     }
 
-    /// Brings a log to an image, and returns the epoch of which it is then.
+    /// Brings a log to an image, and returns the epoch that the image then has.
     fn recovered(
         &self,
         format: Format,

@@ -27,7 +27,7 @@ fn begin(format: Format) -> Bed {
     Bed { file, log, disk }
 }
 
-/// What the next server finds.
+/// Returns the state that the next server finds.
 fn killed(format: Format, bed: &Bed) -> (Recovered, Vec<u64>) {
     let file: Arc<dyn Storage> = Arc::new(MemoryStorage::with_contents(bed.file.contents(), 4 << 20));
     let log = Arc::new(MemoryStorage::with_contents(bed.log.contents(), 64 << 20));

@@ -1,4 +1,4 @@
-//! Epochs of a disk: image and log together are as of a kept epoch, whatever happens.
+//! Epochs of a disk: after any failure image and log together are as of a kept epoch.
 
 mod bed;
 mod cuts;

@@ -48,7 +48,7 @@ pub(super) struct EpochLog {
 }
 
 impl EpochLog {
-    /// The log of the image of an export that is to be protected.
+    /// Returns the log of an export's image, for protection.
     ///
     /// # Errors
     /// The image cannot be protected.

@@ -1,4 +1,4 @@
-//! Disks of protected VMs: what an epoch has is the image's when it is kept, and never before, whatever is killed.
+//! Disks of protected VMs: the writes of an epoch are the image's when it is kept, and never before, after any kill.
 //!
 //! `LIMOSA_EPOCH_KILLS=200` kills servers that often; `LIMOSA_EPOCH_SEED=N` begins with that seed.
 
