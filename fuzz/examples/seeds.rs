@@ -24,6 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("main_channel", main_channel()?),
         ("return_path", return_path()?),
         ("colo", limosa_fuzz::colo::seeds()?),
+        ("epoch_log", vec![vec![200, 3, 4, 0, 0, 0, 0, 0, 0, 0], vec![5, 8, 1, 0, 0, 0, 0, 0, 0, 0]]),
         ("gate_frames", gate_frames()),
         ("command", command()?),
         ("mapped_ram", mapped_ram()?),

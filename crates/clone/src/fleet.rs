@@ -167,6 +167,15 @@ impl<'a> Fleet<'a> {
             let why = format!("{change}: memory and disk would be of different instants; put the disk back");
             return Err(CloneError::Disk { why });
         }
+        let protected = snapshot.manifest().and_then(|manifest| manifest.protected_disks.first());
+        if let Some(disk) = protected {
+            let why = format!(
+                "the disk {} belongs to this checkpoint, and its server ({}) brings it to one VM alone",
+                disk.device,
+                disk.control.display()
+            );
+            return Err(CloneError::Disk { why });
+        }
         let recorded = snapshot.manifest().map(|manifest| manifest.disks.as_slice()).unwrap_or_default();
         let overlays = plan(recorded.iter().map(overlay::read_frozen).collect::<Result<_, _>>()?);
         let folder = &std::path::absolute(folder).map_err(CloneError::path("find", folder))?;

@@ -145,7 +145,15 @@ impl Export {
         Ok(self.protected_by(keeper)?.0.seal(epoch)?)
     }
 
-    /// Keeps a sealed epoch, as [`EpochDisk::keep`] does, and has it brought to the image.
+    /// Prepares a sealed epoch, as [`EpochDisk::prepare`] does.
+    ///
+    /// # Errors
+    /// As of [`seal_epoch`](Self::seal_epoch) and [`EpochDisk::prepare`].
+    pub fn prepare_epoch(&self, keeper: &str, epoch: u64, durable: bool) -> Result<(), ExportError> {
+        Ok(block_on(self.protected_by(keeper)?.0.prepare(epoch, durable))?)
+    }
+
+    /// Keeps a sealed or prepared epoch, as [`EpochDisk::keep`] does, and has it brought to the image.
     ///
     /// # Errors
     /// As of [`seal_epoch`](Self::seal_epoch) and [`EpochDisk::keep`].

@@ -15,16 +15,18 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The events that say how the VM and its checkpoints are.
 const EVENTS: [&str; 5] = ["STOP", "RESUME", "COLO_EXIT", "SHUTDOWN", "MIGRATION"];
 
-/// Whether the VM may stand still because of the keeper: set by the thread that receives.
+/// Whether the VM may stand still because of the keeper, which the thread that receives says; and whether the guard has
+/// let it go.
 #[derive(Debug)]
 pub(crate) struct Pulse {
     pausing: AtomicBool,
+    let_go: AtomicBool,
 }
 
 impl Pulse {
     /// From the end of the base on the VM waits for its answer.
     pub(crate) const fn new() -> Self {
-        Self { pausing: AtomicBool::new(true) }
+        Self { pausing: AtomicBool::new(true), let_go: AtomicBool::new(false) }
     }
 
     pub(crate) fn set_pausing(&self, pausing: bool) {
@@ -33,6 +35,16 @@ impl Pulse {
 
     fn is_pausing(&self) -> bool {
         self.pausing.load(Ordering::Acquire)
+    }
+
+    /// Whether the VM may run although its checkpoint was not answered: what is sealed now may have later writes.
+    pub(crate) fn is_let_go(&self) -> bool {
+        self.let_go.load(Ordering::SeqCst)
+    }
+
+    /// Notes that, before the VM is let go.
+    fn let_go(&self) {
+        self.let_go.store(true, Ordering::SeqCst);
     }
 }
 
@@ -132,6 +144,7 @@ impl<'a> Guard<'a> {
         } else {
             return;
         }
+        self.pulse.let_go();
         match self.monitor.end_colo() {
             Ok(()) => {}
             // The base is still coming: its migration fails when the channel is shut down.

@@ -11,7 +11,7 @@ use limosa_migrate::output::{OutputGate, OutputGates, OutputSignal};
 use limosa_qemu::monitor::{MigrationStatus, Monitor};
 use limosa_qemu::takeover::{Actor, take_over};
 use limosa_qemu::{JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, WatchdogEnd};
-use limosa_snapshot::{CheckpointBase, CheckpointDirectory};
+use limosa_snapshot::{CheckpointBase, CheckpointDirectory, Manifest};
 
 use crate::error::ProtectError;
 use crate::guard::{Guard, Pulse, Seen};
@@ -77,8 +77,15 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     }
     let base = CheckpointDirectory::open(directory)?.receive_base(options.store)?;
     outputs.watch().map_err(ProtectError::Gate)?;
-    let watchdog = start_watchdog()?;
+    let mut watchdog = start_watchdog()?;
+    for server in options.disks.servers() {
+        if let Some(watchdog) = &mut watchdog {
+            // One that has died already is noticed at the end.
+            let _ = watchdog.add_disk_server(server);
+        }
+    }
     let record = JobRecord::new(JobKind::Protect, vm.manifest.id, directory, true, change.undo.clone());
+    let record = record.with_epochs(vm.disks.records());
     if let Err(error) = record.create(monitor) {
         if let Some(watchdog) = watchdog {
             let _ = watchdog.finish();
@@ -88,9 +95,17 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     tracing::info!("QEMU's settings that change: {}", change.set);
     let pulse = Pulse::new();
     let (handle, notice) = (watch.handle, watch.notice);
-    let series = Series { monitor, options, handle, notice, kept, pulse: &pulse, outputs };
-    let done = monitor.apply_settings(&change.set).map_err(ProtectError::from).and_then(|()| run(series, base, vm));
-    let (vm_state, tidied) = end(monitor, &record, notice);
+    let Preflight { manifest, disks, .. } = vm;
+    let series = Series { monitor, options, handle, notice, kept, pulse: &pulse, outputs, disks: &disks };
+    let set = monitor.apply_settings(&change.set).map_err(ProtectError::from);
+    let done = set.and_then(|()| Ok(disks.flush()?)).and_then(|()| run(series, base, manifest));
+    let (vm_state, tidied) = end(monitor, &record, options, notice);
+    // QEMU cannot say it any more, and what the VM has written is all that there is: its disks have it.
+    if let Ok((_, Seen { shutdown: true, .. })) = &done
+        && let Err(error) = disks.end()
+    {
+        notice(&format!("what the VM has written stays in a log: {error}"));
+    }
     match watchdog {
         Some(watchdog) if tidied => match watchdog.finish() {
             Ok(WatchdogEnd::Dismissed) => {}
@@ -130,7 +145,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
 }
 
 /// Has QEMU send its checkpoints here, and keeps them until they end.
-fn run(series: Series<'_>, base: CheckpointBase, vm: Preflight) -> Result<(Kept, Seen), ProtectError> {
+fn run(series: Series<'_>, base: CheckpointBase, manifest: Manifest) -> Result<(Kept, Seen), ProtectError> {
     let Series { monitor, options, handle, pulse, outputs, .. } = series;
     let (_directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
     monitor.qmp().take_events()?;
@@ -139,7 +154,7 @@ fn run(series: Series<'_>, base: CheckpointBase, vm: Preflight) -> Result<(Kept,
     let guard = Guard::new(monitor, handle, pulse, outputs.signal(), options.stall_timeout);
     thread::scope(|scope| {
         let keeping = thread::Builder::new().name("checkpoints".into());
-        let keeping = keeping.spawn_scoped(scope, move || series.keep(channel, base, vm.manifest));
+        let keeping = keeping.spawn_scoped(scope, move || series.keep(channel, base, manifest));
         let keeping = keeping.map_err(ProtectError::Thread)?;
         let mut seen = guard.watch(|| keeping.is_finished());
         let kept = keeping.join().map_err(|_| {
@@ -175,8 +190,13 @@ fn accept(monitor: &Monitor, handle: &limosa_migrate::Handle, listener: &Listene
 
 /// Ends COLO if it has not ended, restores QEMU's settings and removes the record. Returns the VM's state, and whether
 /// nothing is left to be done.
-fn end(monitor: &Monitor, record: &JobRecord, notice: &(dyn Fn(&str) + Sync)) -> (String, bool) {
-    match take_over(monitor, record, Actor::Watchdog, (&[], UNDO_WITHIN)) {
+fn end(
+    monitor: &Monitor,
+    record: &JobRecord,
+    options: &ProtectOptions,
+    notice: &(dyn Fn(&str) + Sync),
+) -> (String, bool) {
+    match take_over(monitor, record, Actor::Watchdog, (options.disks.servers(), UNDO_WITHIN)) {
         Ok(done) => {
             done.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
             done.notices.iter().for_each(|line| notice(line));

@@ -1,18 +1,30 @@
 //! The options of a protection.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use limosa_migrate::output::OutputGates;
 use limosa_snapshot::CheckpointOptions;
 
 /// Treatment of the VM's writable disks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ProtectDisks {
-    /// A VM that has some is refused: a checkpoint would hold its memory of one instant and its disks of another.
-    #[default]
-    Refuse,
+    /// They belong to the checkpoints: each is served by one of the servers of disks with these control sockets
+    /// (`limosa serve --control`). A VM with another one is refused: a checkpoint would hold its memory of one instant
+    /// and its disks of another.
+    Served(Vec<PathBuf>),
     /// They are kept consistent by other means.
     Ignore,
+}
+
+impl ProtectDisks {
+    /// The control sockets of servers of disks.
+    pub(crate) fn servers(&self) -> &[PathBuf] {
+        match self {
+            Self::Served(servers) => servers,
+            Self::Ignore => &[],
+        }
+    }
 }
 
 /// Time from one checkpoint to the next.
@@ -68,14 +80,14 @@ impl ProtectOptions {
 }
 
 impl Default for ProtectOptions {
-    /// Every 100 ms, stalls of up to 2 s, 128 MiB of pages in memory, no disks, checkpoints that survive the end of any
-    /// process.
+    /// Every 100 ms, stalls of up to 2 s, 128 MiB of pages in memory, no disk and no server of one, checkpoints that
+    /// survive the end of any process.
     fn default() -> Self {
         Self {
             every: CheckpointTiming::Period(Duration::from_millis(100)),
             stall_timeout: Duration::from_secs(2),
             buffer: 128 << 20,
-            disks: ProtectDisks::Refuse,
+            disks: ProtectDisks::Served(Vec::new()),
             store: CheckpointOptions::default(),
         }
     }

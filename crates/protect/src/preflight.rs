@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use limosa_qemu::monitor::{Monitor, NetworkBackend, RunState, Settings};
+use limosa_qemu::EpochDisks;
+use limosa_qemu::monitor::{Device, Monitor, NetworkBackend, RunState, Settings};
 use limosa_qemu::qmp::Version;
 use limosa_snapshot::{Manifest, Transport};
 
@@ -26,6 +27,8 @@ const FIRST_OF_10_2: Version = Version::new(10, 2, 0);
 pub(crate) struct Preflight {
     /// The record of its checkpoints.
     pub(crate) manifest: Manifest,
+    /// The disks that belong to them.
+    pub(crate) disks: EpochDisks,
     /// Whether this QEMU needs a return path for COLO.
     pub(crate) return_path: bool,
 }
@@ -61,21 +64,15 @@ impl Preflight {
         if let Some(device) = devices.iter().find(|device| device.kind.starts_with("virtio-mem")) {
             return refused(format!("device {} ({}) cannot be in checkpoints", device.id, device.kind));
         }
-        if options.disks == ProtectDisks::Refuse {
-            let disks = monitor.disks()?.into_iter().map(|disk| disk.device);
-            let external = devices.into_iter().filter(|device| device.is_external_disk()).map(|device| device.kind);
-            let names: Vec<String> = disks.chain(external).collect();
-            if !names.is_empty() {
-                return refused(format!(
-                    "the VM has writable disks ({}), whose contents would be later than its memory after a failover",
-                    names.join(", ")
-                ));
-            }
-        }
+        let mut manifest = Manifest::new();
+        let disks = match &options.disks {
+            ProtectDisks::Served(servers) if servers.is_empty() => refuse_disks(monitor, &devices)?,
+            ProtectDisks::Served(servers) => EpochDisks::find(monitor, servers, manifest.id)?,
+            ProtectDisks::Ignore => EpochDisks::default(),
+        };
         if gates > 0 {
             check_gates(&monitor.network_backends()?, gates)?;
         }
-        let mut manifest = Manifest::new();
         manifest.qemu_version = Some(version.to_string());
         manifest.machine = Some(monitor.machine()?);
         manifest.guest_memory = monitor.guest_memory()?;
@@ -83,7 +80,7 @@ impl Preflight {
         manifest.vm_name = monitor.vm_name()?;
         manifest.run_state = Some(RunState::Running.to_string());
         manifest.transport = Some(Transport::Socket);
-        Ok(Self { manifest, return_path: version >= FIRST_WITH_RETURN_PATH })
+        Ok(Self { manifest, disks, return_path: version >= FIRST_WITH_RETURN_PATH })
     }
 
     /// How QEMU must be set: what COLO needs is on, and everything that would give the stream another form is off.
@@ -120,6 +117,20 @@ impl Preflight {
         }
         wish
     }
+}
+
+/// Refuses a VM that has writable disks.
+fn refuse_disks(monitor: &Monitor, devices: &[Device]) -> Result<EpochDisks, ProtectError> {
+    let disks = monitor.disks()?.into_iter().map(|disk| disk.device);
+    let external = devices.iter().filter(|device| device.is_external_disk()).map(|device| device.kind.clone());
+    let names: Vec<String> = disks.chain(external).collect();
+    if names.is_empty() {
+        return Ok(EpochDisks::default());
+    }
+    Err(ProtectError::Refused(format!(
+        "the VM has writable disks ({}), whose contents would be later than its memory after a failover",
+        names.join(", ")
+    )))
 }
 
 /// Refuses a VM that has a network beside those of the gates: its output would not wait. QEMU does not tell to which
@@ -185,7 +196,7 @@ mod tests {
 
     #[test]
     fn nothing_that_changes_the_streams_form_stays_on() {
-        let found = Preflight { manifest: Manifest::new(), return_path: true };
+        let found = Preflight { manifest: Manifest::new(), disks: EpochDisks::default(), return_path: true };
         let every = CheckpointTiming::Period(Duration::from_micros(10));
         let options = ProtectOptions { every, ..ProtectOptions::default() };
         let settings = found.settings(&options, false);

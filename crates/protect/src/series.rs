@@ -1,9 +1,10 @@
 //! The series: a base, and one checkpoint after the other into the store.
 //!
 //! The order of each turn: the store catches up while the VM runs, the VM is let stop, its checkpoint is received into
-//! memory, its output is sealed, the VM is let continue, the checkpoint is stored and committed, its output is let out.
-//! So the pause holds nothing but receiving and the seal, as long as there is room for the pages. A checkpoint that
-//! came whole is committed also if QEMU has died meanwhile: it is the newest state that there is.
+//! memory, its disks and its output are sealed, the VM is let continue, the checkpoint is stored, the disks are
+//! prepared for it, it is committed, its output is let out and the disks keep it. So the pause holds nothing but
+//! receiving and the seal, as long as there is room for the pages. A checkpoint that came whole is committed also if
+//! QEMU has died meanwhile: it is the newest state that there is.
 //!
 //! QEMU's own period is used if nothing is gated. Otherwise QEMU wants to make a checkpoint at once, and its request is
 //! answered when one is due: the VM runs until then, and output or a gate that is nearly full is not waited for.
@@ -17,8 +18,9 @@ use limosa_migrate::checkpoints::{Checkpoints, NextCheckpoint};
 use limosa_migrate::output::{CheckpointCause, OutputGates};
 use limosa_migrate::stored::{Destination, DestinationOptions};
 use limosa_migrate::{Handle, MigrateError};
+use limosa_qemu::EpochDisks;
 use limosa_qemu::monitor::{Monitor, RunState};
-use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
+use limosa_snapshot::{CheckpointBase, CheckpointPair, Durability, Manifest};
 
 use crate::aside::{Aside, Waiting};
 use crate::error::ProtectError;
@@ -41,6 +43,8 @@ pub(crate) struct Series<'a> {
     pub(crate) kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     pub(crate) pulse: &'a Pulse,
     pub(crate) outputs: OutputGates<'a>,
+    /// The disks that belong to the checkpoints.
+    pub(crate) disks: &'a EpochDisks,
 }
 
 /// A series that has ended.
@@ -77,8 +81,10 @@ impl Series<'_> {
         let options = DestinationOptions { colo: true, ..DestinationOptions::default() };
         let received = Destination::new(&mut base, channel, self.handle).options(options).run()?;
         let mut checkpoints = received.into_checkpoints()?;
-        // The VM stands still since the end of the base.
+        // The VM stands still since the end of the base, which its disks are as of now.
+        manifest.protected_disks = self.disks.begin()?;
         self.outputs.seal(0).map_err(ProtectError::Gate)?;
+        self.check_held()?;
         checkpoints.begin()?;
         self.pulse.set_pausing(false);
         // Before it the base is not certain, and must not take the place of an older checkpoint.
@@ -123,23 +129,31 @@ impl Series<'_> {
         let stopping = Instant::now();
         checkpoints.reply()?;
         let mut aside = Aside::new(pair, waiting);
-        let checkpoint = match checkpoints.receive(&mut aside, Some(self.options.stall_timeout)) {
-            Ok(checkpoint) => checkpoint,
+        let received = checkpoints.receive(&mut aside, Some(self.options.stall_timeout)).map_err(ProtectError::from);
+        let sealed = received.and_then(|checkpoint| {
+            self.disks.seal(checkpoint.number)?;
+            let output = self.outputs.seal(checkpoint.number);
+            self.check_held()?;
+            Ok((checkpoint, output))
+        });
+        let (checkpoint, sealed) = match sealed {
+            Ok(sealed) => sealed,
             Err(error) => {
                 waiting.forget();
                 pair.abort();
-                return Err(error.into());
+                return Err(error);
             }
         };
         // The checkpoint is whole from here on, even if QEMU or a gate ends now.
-        let sealed = self.outputs.seal(checkpoint.number);
         let loaded = checkpoints.loaded();
         self.pulse.set_pausing(false);
         let continued = Instant::now();
         waiting.store(pair).map_err(MigrateError::Sink)?;
+        self.disks.prepare(checkpoint.number, self.options.store.durability == Durability::Synced)?;
         let stored = pair.commit(&checkpoint.sections)?;
         let commit = continued.elapsed();
         let released = sealed.and_then(|()| self.outputs.commit(checkpoint.number)).map_err(ProtectError::Gate);
+        let released = released.and(self.disks.keep(checkpoint.number).map_err(ProtectError::from));
         let pause = loaded.as_ref().map_or_else(|_| stopping.elapsed(), |pause| *pause);
         let period = before.replace(stopping).map(|before| stopping.saturating_duration_since(before));
         let (number, bytes, output) = (stored.number, checkpoint.stats.bytes, self.outputs.counters());
@@ -177,6 +191,12 @@ impl Series<'_> {
             self.check_stop()?;
             thread::sleep(LOOK_EVERY);
         }
+    }
+
+    /// Checks that the VM has stood still until now: otherwise what was sealed may have writes and output that the
+    /// checkpoint does not know.
+    fn check_held(self) -> Result<(), ProtectError> {
+        if self.pulse.is_let_go() { Err(MigrateError::Cancelled.into()) } else { Ok(()) }
     }
 
     fn check_stop(self) -> Result<(), ProtectError> {

@@ -34,9 +34,12 @@ const VERSION: u32 = 1;
 const VERSION_WITH_OVERLAYS: u32 = 2;
 /// The version of a record with overlays of served disks.
 const VERSION_WITH_SERVED: u32 = 3;
-/// The version of a record of checkpoints, and the newest that this limosa reads: an older one would cancel the
-/// migration, which QEMU does not come back from in COLO.
+/// The version of a record of checkpoints: an older limosa would cancel the migration, which QEMU does not come back
+/// from in COLO.
 const VERSION_OF_PROTECT: u32 = 4;
+/// The version of a record of checkpoints with disks, and the newest that this limosa reads: an older one would leave
+/// the VM's writes in their logs.
+const VERSION_WITH_EPOCHS: u32 = 5;
 
 /// Separates a disk's name from the digits of the snapshot's id in an overlay's file name.
 pub(crate) const OVERLAY_SUFFIX: &str = ".overlay-";
@@ -116,6 +119,19 @@ pub struct ServedOverlay {
     pub file: String,
 }
 
+/// A served disk whose writes belong to epochs. Recorded before they begin.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServedEpochs {
+    /// The disk, for messages.
+    pub device: String,
+    /// The path of the server's control socket.
+    pub control: String,
+    /// The export's name.
+    pub export: String,
+    /// The name of the job's keeper: epochs of another one are left alone.
+    pub keeper: String,
+}
+
 /// A job, as recorded inside the QEMU process that it works on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JobRecord {
@@ -149,6 +165,9 @@ pub struct JobRecord {
     /// Overlays of served disks that may exist, over their disks or not yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub served_overlays: Vec<ServedOverlay>,
+    /// Served disks whose epochs may have begun.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub served_epochs: Vec<ServedEpochs>,
     /// When the job began, in seconds since 1970.
     pub begun: u64,
     /// The reason of its failure, if it could still be recorded.
@@ -202,6 +221,7 @@ impl JobRecord {
             descriptors: Vec::new(),
             overlays: Vec::new(),
             served_overlays: Vec::new(),
+            served_epochs: Vec::new(),
             failure: None,
             begun: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         }
@@ -220,10 +240,20 @@ impl JobRecord {
         self
     }
 
-    /// Whether there may be overlays.
+    /// Adds disks whose writes belong to epochs.
     #[must_use]
-    pub const fn has_overlays(&self) -> bool {
-        !self.overlays.is_empty() || !self.served_overlays.is_empty()
+    pub fn with_epochs(mut self, disks: Vec<ServedEpochs>) -> Self {
+        if !disks.is_empty() {
+            self.version = VERSION_WITH_EPOCHS;
+        }
+        self.served_epochs = disks;
+        self
+    }
+
+    /// Whether there may be overlays or epochs.
+    #[must_use]
+    pub const fn has_changed_disks(&self) -> bool {
+        !self.overlays.is_empty() || !self.served_overlays.is_empty() || !self.served_epochs.is_empty()
     }
 
     /// Creates the record in QEMU; from here on, this job owns the VM.
@@ -318,9 +348,9 @@ impl JobRecord {
         let unreadable = |reason: String| JobRecordError::Unreadable { reason };
         let value: Value = serde_json::from_str(text).map_err(|error| unreadable(error.to_string()))?;
         let version = value.get("version").and_then(Value::as_u64).unwrap_or_default();
-        if version > u64::from(VERSION_OF_PROTECT) {
+        if version > u64::from(VERSION_WITH_EPOCHS) {
             return Err(unreadable(format!(
-                "a newer limosa wrote it (version {version}, this one knows {VERSION_OF_PROTECT})"
+                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_EPOCHS})"
             )));
         }
         serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))

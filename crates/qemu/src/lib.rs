@@ -60,10 +60,11 @@ mod watchdog;
 pub use conflict::{Conflict, DiskConflict, JobOption, MissingPermission, RendezvousConflict, StateConflict};
 pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
 pub use detached::{IncomingFrom, launch_detached};
+pub use disk_server::{EpochDisks, drop_after as drop_disks_after};
 pub use file_identity::{FileId, is_same_file};
 pub use guest_agent::{AgentAnswers, ClockSet, GuestAgentError, GuestClock, TooManyBytes};
 pub use job::{JobContext, JobError, NotConverging};
-pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, ServedOverlay, VmAfterJob};
+pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, ServedEpochs, ServedOverlay, VmAfterJob};
 pub use launch::{
     CommandLineProperties, Launched, check as check_command_line, check_program, launch, missing_memory_option,
 };

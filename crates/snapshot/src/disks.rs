@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use uuid::Uuid;
 
 use crate::manifest::Manifest;
 
@@ -49,6 +50,25 @@ pub struct Disk {
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub others: Map<String, Value>,
+}
+
+/// A disk of a protected VM, whose writes a server keeps apart until their checkpoint counts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProtectedDisk {
+    /// The device, for messages.
+    pub device: String,
+    /// The image.
+    pub path: PathBuf,
+    /// The image format, by QEMU's driver name ("qcow2", "raw").
+    pub format: String,
+    /// The name of its export.
+    pub export: String,
+    /// The control socket of its server.
+    pub control: PathBuf,
+    /// Its keeper, as the server knows it.
+    pub keeper: String,
+    /// Identifies the log with its epochs.
+    pub log: Uuid,
 }
 
 /// An image below a disk, as it was when the VM stopped.

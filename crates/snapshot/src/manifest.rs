@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use uuid::Uuid;
 
-use crate::disks::Disk;
+use crate::disks::{Disk, ProtectedDisk};
 
 /// The record in a snapshot's trailer, as JSON.
 ///
@@ -71,6 +71,9 @@ pub struct Manifest {
     /// The writable disks as they were when the VM stopped; empty if the VM went on or has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
+    /// The disks that belong to a checkpoint: each is as of the epoch with its number.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub protected_disks: Vec<ProtectedDisk>,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub unknown_keys: Map<String, Value>,
@@ -96,6 +99,7 @@ impl Manifest {
             mappable: false,
             guest_memory: Vec::new(),
             disks: Vec::new(),
+            protected_disks: Vec::new(),
             unknown_keys: Map::new(),
         }
     }

@@ -1,15 +1,17 @@
 //! The layout of a log of epochs.
 //!
 //! A log belongs to one image and to one time of protection. It begins with fixed sectors: the header, two marks that
-//! are written in turn, and a ring of slots, one for each kept epoch. Everything else is data, in segments: contents
-//! that were written, and lists of entries that say where they belong. All numbers are little-endian, and each fixed
-//! sector and each list ends in a CRC-32C of what is before. A sector is written whole or not at all.
+//! are written in turn, a decision, and a ring of slots, one for each epoch that is prepared or kept. Everything else
+//! is data, in segments: contents that were written, and lists of entries that say where they belong. All numbers are
+//! little-endian, and each fixed sector and each list ends in a CRC-32C of what is before. A sector is written whole or
+//! not at all.
 //!
 //! | offset | what |
 //! |---|---|
 //! | 0 | header: the log's id, the image, the boot |
 //! | 4 KiB, 8 KiB | marks: what the image has, and whether the log is durable |
-//! | 16 KiB | slots: the number of an epoch, and its first list of entries |
+//! | 12 KiB | decision: the last epoch that is kept, of those that were prepared before |
+//! | 16 KiB | slots: the number of an epoch, its first list of entries, and whether it is kept or prepared |
 //! | 1 MiB | data |
 //!
 //! Law: nothing of a log is believed. What it says is checked against its length and that of the disk.
@@ -20,11 +22,13 @@ use uuid::Uuid;
 pub(super) const SECTOR: usize = 512;
 /// Offsets of the marks.
 pub(super) const MARKS: [u64; 2] = [4096, 8192];
+/// Offset of the decision.
+pub(super) const DECISION_AT: u64 = 12 << 10;
 /// Offset of the slots.
 const SLOTS_AT: u64 = 16 << 10;
 /// Offset of the data.
 pub(super) const DATA_AT: u64 = 1 << 20;
-/// Slots of a log: the most epochs that are kept and not in the image yet.
+/// Slots of a log: the most epochs that are prepared or kept, and not in the image yet.
 pub(super) const SLOTS: u64 = (DATA_AT - SLOTS_AT) / SECTOR as u64;
 /// Bytes of a list before its entries.
 const LIST_HEAD: usize = 48;
@@ -85,7 +89,14 @@ pub(super) struct Mark {
     pub(super) stage: Stage,
 }
 
-/// A kept epoch.
+/// The last epoch that is kept, of those that had been prepared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Decision {
+    pub(super) id: LogId,
+    pub(super) epoch: u64,
+}
+
+/// An epoch that is prepared or kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slot {
     pub(super) id: LogId,
@@ -94,6 +105,8 @@ pub(super) struct Slot {
     pub(super) epoch: u64,
     /// Whether this slot and all before it lead to what was durable before it was written.
     pub(super) durable: bool,
+    /// Whether it was kept at once, with all before it; otherwise a decision says so later.
+    pub(super) kept: bool,
     /// Offset of the first list; 0: the epoch has no entries.
     pub(super) list: u64,
 }
@@ -211,18 +224,33 @@ impl Mark {
     }
 }
 
+impl Decision {
+    const MAGIC: &'static [u8; 8] = b"limosadn";
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        Words::new(Self::MAGIC, &self.id).word(self.epoch).sealed(SECTOR)
+    }
+
+    pub(super) fn decode(bytes: &[u8], log: &LogId) -> Option<Self> {
+        let (id, mut words) = Reader::open(bytes, Self::MAGIC)?;
+        let epoch = words.word()?;
+        (id == *log && epoch < NUMBERS).then_some(Self { id, epoch })
+    }
+}
+
 impl Slot {
     const MAGIC: &'static [u8; 8] = b"limosasl";
 
     pub(super) fn encode(&self) -> Vec<u8> {
         let words = Words::new(Self::MAGIC, &self.id).word(self.number).word(self.epoch);
-        words.word(u64::from(self.durable)).word(self.list).sealed(SECTOR)
+        words.word(u64::from(self.durable)).word(u64::from(self.kept)).word(self.list).sealed(SECTOR)
     }
 
     pub(super) fn decode(bytes: &[u8], log: &LogId) -> Option<Self> {
         let (id, mut words) = Reader::open(bytes, Self::MAGIC)?;
-        let (number, epoch, durable, list) = (words.word()?, words.word()?, words.word()?, words.word()?);
-        (id == *log).then_some(Self { id, number, epoch, durable: durable == 1, list })
+        let (number, epoch) = (words.word()?, words.word()?);
+        let (durable, kept, list) = (words.word()? == 1, words.word()? == 1, words.word()?);
+        (id == *log && epoch < NUMBERS).then_some(Self { id, number, epoch, durable, kept, list })
     }
 }
 
@@ -294,8 +322,10 @@ mod tests {
         let mark = Mark { id, number: 1, durable: 2, merged: 3, epoch: 4, stage: Stage::Dropped };
         assert_eq!(Mark::decode(&mark.encode(), &id), Some(mark));
         assert_eq!(Mark::decode(&mark.encode(), &new_id()), None);
-        let slot = Slot { id, number: 1, epoch: 2, durable: true, list: 3 };
+        let slot = Slot { id, number: 1, epoch: 2, durable: true, kept: false, list: 3 };
         assert_eq!(Slot::decode(&slot.encode(), &id), Some(slot));
+        let decision = Decision { id, epoch: 7 };
+        assert_eq!(Decision::decode(&decision.encode(), &id), Some(decision));
         for count in [0, 1, 13, 14, LIST_ENTRIES] {
             let contents = [Contents::Written(7), Contents::Zero { unmap: false }, Contents::Zero { unmap: true }];
             let entry = |number: usize| Entry { start: number as u64, length: 9, contents: contents[number % 3] };
@@ -325,7 +355,7 @@ mod tests {
         #[test]
         fn a_sector_with_a_changed_bit_is_none(bit in 0..SECTOR * 8) {
             let id = [7; 16];
-            let mut bytes = Slot { id, number: 1, epoch: 2, durable: true, list: 3 }.encode();
+            let mut bytes = Slot { id, number: 1, epoch: 2, durable: true, kept: true, list: 3 }.encode();
             bytes[bit / 8] ^= 1 << (bit % 8);
             prop_assert_eq!(Slot::decode(&bytes, &id), None);
         }

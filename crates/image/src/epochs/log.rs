@@ -8,7 +8,8 @@ use limosa_storage::{Buffer, Storage, StorageError};
 use super::EpochError;
 use super::extents::{Extents, Value};
 use super::format::{
-    Contents, DATA_AT, Entry, Header, LIST_ENTRIES, List, LogId, MARKS, Mark, SECTOR, SLOTS, Slot, slot_at,
+    Contents, DATA_AT, DECISION_AT, Decision, Entry, Header, LIST_ENTRIES, List, LogId, MARKS, Mark, SECTOR, SLOTS,
+    Slot, slot_at,
 };
 use super::space::Segment;
 
@@ -80,6 +81,11 @@ impl Log {
         self.write(slot_at(slot.number), &slot.encode()).await
     }
 
+    /// Says that an epoch is kept that was prepared, and those before it.
+    pub(super) async fn write_decision(&self, epoch: u64) -> Result<(), StorageError> {
+        self.write(DECISION_AT, &Decision { id: self.id, epoch }.encode()).await
+    }
+
     /// Reads the header; `None`: protection did not begin, and nothing was written.
     pub(super) async fn read_header(storage: &dyn Storage) -> Result<Option<Header>, EpochError> {
         let bytes = read(storage, 0, SECTOR).await?;
@@ -98,6 +104,12 @@ impl Log {
             newest = [newest, mark].into_iter().flatten().max_by_key(|mark| mark.number);
         }
         newest.ok_or_else(|| fault(&*self.storage, "it is damaged: it has no mark"))
+    }
+
+    /// Reads the last epoch that was kept after it had been prepared; 0: no decision was written.
+    pub(super) async fn read_decision(&self) -> Result<u64, EpochError> {
+        let decision = Decision::decode(&read(&*self.storage, DECISION_AT, SECTOR).await?, &self.id);
+        Ok(decision.map_or(0, |decision| decision.epoch))
     }
 
     /// Reads the slots from `first` on, up to the first one that is missing.

@@ -2,19 +2,24 @@
 //!
 //! A VM that is protected is checkpointed all the while, and when it is lost it continues from the last checkpoint, on
 //! a disk of the same instant. [`EpochDisk`] stands on an image while that lasts. Writes go to the *open* epoch; an
-//! epoch is *sealed* when a checkpoint is taken, and *kept* when the checkpoint counts.
+//! epoch is *sealed* when a checkpoint is taken, *prepared* when its writes will be found after a kill, and *kept* when
+//! the checkpoint counts.
 //!
 //! ```text
-//! write ──▶ open ──seal──▶ sealed ──keep──▶ kept ──merge──▶ the image has it
-//!             │               │
-//!             └──────drop─────┴──▶ gone
+//! write ──▶ open ──seal──▶ sealed ──prepare──▶ prepared ──keep──▶ kept ──merge──▶ the image has it
+//!             │               │                    │
+//!             └──────drop─────┴────────────────────┴──▶ gone
 //! ```
+//!
+//! A checkpoint counts by a write elsewhere, and several disks can belong to it. So each disk is prepared before that
+//! write, and the epoch kept after it. If all processes end in between, the checkpoint says which epoch counts, and
+//! every disk can become as of that one.
 //!
 //! Laws:
 //!
-//! * Whenever the process is killed or the power is cut, image and log together are as of a kept epoch: after
-//!   [`recover`] the image has all writes of the epochs up to that one, and none of a later one. It is at least the
-//!   last epoch that was kept durably; after a kill the last one that was kept.
+//! * Whenever the process is killed or the power is cut, image and log together are as of a kept epoch, or of one that
+//!   was prepared after it: after [`recover`] the image has all writes of the epochs up to that one, and none of a
+//!   later one. It is at least the last epoch that was kept durably; after a kill the last one that was kept.
 //! * An epoch counts by the write of one sector, its slot in the log, when all that this leads to was written before.
 //! * The image is written only with epochs that are durable in the log. So a cut while it is written is repaired from
 //!   there.
@@ -40,7 +45,7 @@ use std::sync::Arc;
 use crate::error::ImageError;
 pub use disk::EpochDisk;
 pub use protection::{EpochOptions, EpochStatus};
-pub use recovery::{Recovered, recover};
+pub use recovery::{Recoverable, Recovered, examine, recover};
 
 /// Why an epoch cannot be sealed, kept or dropped.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -85,6 +90,30 @@ pub enum EpochError {
         writes: u64,
     },
 
+    /// An epoch was prepared when the process ended. Its checkpoint alone knows whether it counts.
+    #[error("{log}: epoch {kept} is kept and epoch {prepared} is prepared: the checkpoint says which one counts")]
+    Undecided {
+        /// The log: a path.
+        log: Arc<str>,
+        /// The last epoch that is known to be kept.
+        kept: u64,
+        /// The last one that was prepared.
+        prepared: u64,
+    },
+
+    /// A log does not have the epoch that was asked for.
+    #[error("{log}: epoch {epoch} is not there: epoch {kept} is kept, and epoch {last} is the last one")]
+    NotThere {
+        /// The log: a path.
+        log: Arc<str>,
+        /// The epoch that was asked for.
+        epoch: u64,
+        /// The last epoch that is known to be kept.
+        kept: u64,
+        /// The last one.
+        last: u64,
+    },
+
     /// Too many epochs are sealed and not kept.
     #[error("{disk}: epoch {epoch} cannot be sealed: {sealed} epochs are sealed and not kept")]
     TooManySealed {
@@ -93,7 +122,7 @@ pub enum EpochError {
         /// The epoch that was to be sealed.
         epoch: u64,
         /// Sealed epochs.
-        sealed: usize,
+        sealed: u64,
     },
 
     /// Writes were dropped, or protection has ended.

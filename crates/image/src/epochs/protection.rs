@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use limosa_page::to_u64;
 use limosa_storage::{Operation, Storage, StorageError};
 use parking_lot::{Mutex, MutexGuard};
+use uuid::Uuid;
 
 use super::EpochError;
 use super::apply::apply;
@@ -22,7 +23,7 @@ use crate::requests::Requests;
 use crate::setters::setters;
 
 /// Epochs that may be sealed and not kept: a keeper that stores one while the next one is taken needs two.
-const SEALED_MAX: usize = 64;
+const SEALED_MAX: u64 = 64;
 /// Ranges that all epochs have together which are not in the image: some 100 bytes of memory each.
 pub(super) const EXTENTS_MAX: usize = 1 << 20;
 /// Bytes of a log, if nothing else is asked for.
@@ -55,10 +56,14 @@ setters!(EpochOptions { first: u64, boot: [u64; 2], file: [u64; 2], limit: u64 }
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct EpochStatus {
+    /// Identifies the log: that of another time of protection has another one.
+    pub log: Uuid,
     /// The open epoch.
     pub open: u64,
-    /// Epochs that are sealed and not kept.
+    /// Epochs that are sealed and neither prepared nor kept.
     pub sealed: usize,
+    /// The last epoch that was prepared or kept.
+    pub prepared: u64,
     /// The last epoch that was kept.
     pub kept: u64,
     /// The last epoch that the image has.
@@ -76,9 +81,9 @@ pub(super) struct Epoch {
     extents: Extents<Stored>,
 }
 
-/// A kept epoch that the image does not have yet.
+/// A prepared or kept epoch that the image does not have yet.
 #[derive(Debug)]
-struct Kept {
+struct Logged {
     slot: u64,
     epoch: Arc<Epoch>,
     /// Keep its lists in the log.
@@ -93,8 +98,13 @@ pub(super) struct State {
     /// Writes of the open epoch.
     pub(super) writes: Extents<Stored>,
     sealed: VecDeque<Arc<Epoch>>,
-    kept: VecDeque<Kept>,
+    /// Those that are kept come first.
+    logged: VecDeque<Logged>,
+    last_prepared: u64,
     last_kept: u64,
+    /// The last decision that was written, and the last one that is durable; 0: none.
+    decision: u64,
+    durable_decision: u64,
     /// The last slot that is durable with all before it.
     durable: u64,
     merged: u64,
@@ -157,8 +167,11 @@ impl EpochDisk {
             open: first,
             writes: Extents::default(),
             sealed: VecDeque::new(),
-            kept: VecDeque::new(),
+            logged: VecDeque::new(),
+            last_prepared: kept,
             last_kept: kept,
+            decision: 0,
+            durable_decision: 0,
             durable: 0,
             merged: kept,
             current: Extents::default(),
@@ -188,8 +201,10 @@ impl EpochDisk {
     pub fn status(&self) -> EpochStatus {
         let state = self.0.state.lock();
         EpochStatus {
+            log: Uuid::from_bytes(self.0.log.id),
             open: state.open,
             sealed: state.sealed.len(),
+            prepared: state.last_prepared,
             kept: state.last_kept,
             merged: state.merged,
             log_bytes: self.0.space.used(),
@@ -213,29 +228,55 @@ impl EpochDisk {
         if writes > 0 {
             return Err(EpochError::InFlight { disk: disk(), epoch, writes });
         }
-        if state.sealed.len() >= SEALED_MAX {
-            return Err(EpochError::TooManySealed { disk: disk(), epoch, sealed: state.sealed.len() });
+        let sealed = epoch - 1 - state.last_kept;
+        if sealed >= SEALED_MAX {
+            return Err(EpochError::TooManySealed { disk: disk(), epoch, sealed });
         }
         state.seal();
         Ok(())
     }
 
-    /// Keeps a sealed epoch and those before it: their writes are the image's from now on. `durable`: they are so after
-    /// a power cut, too; otherwise after a kill. One that is kept already stays so, and may become durable.
+    /// Prepares a sealed epoch and those before it: after a kill, and with `durable` after a power cut, too, the image
+    /// can become as of it, and as of the last one that was kept as well. One that is prepared or kept already stays
+    /// so.
     ///
     /// # Errors
     /// [`EpochError::NotSealed`]; [`EpochError::Over`]; the log cannot be written: the epoch stays sealed.
+    pub async fn prepare(&self, epoch: u64, durable: bool) -> Result<(), EpochError> {
+        self.log(&mut *self.0.slots.lock().await, epoch, (durable, false)).await
+    }
+
+    /// Keeps a sealed or prepared epoch and those before it: their writes are the image's from now on. `durable`: they
+    /// are so after a power cut, too; otherwise after a kill. One that is kept already stays so, and may become
+    /// durable.
+    ///
+    /// # Errors
+    /// [`EpochError::NotSealed`]; [`EpochError::Over`]; the log cannot be written: the epoch is not kept.
     pub async fn keep(&self, epoch: u64, durable: bool) -> Result<(), EpochError> {
         let mut next = self.0.slots.lock().await;
+        self.log(&mut next, epoch, (durable, true)).await?;
+        let is_undecided = self.0.opened()?.last_kept < epoch;
+        if is_undecided {
+            self.0.log.write_decision(epoch).await.map_err(ImageError::from)?;
+            let mut state = self.0.state.lock();
+            (state.decision, state.last_kept) = (epoch, epoch);
+        }
+        if durable { self.0.flush_decision().await } else { Ok(()) }
+    }
+
+    /// Writes slots for the sealed epochs up to this one.
+    async fn log(&self, next: &mut u64, epoch: u64, (durable, kept): (bool, bool)) -> Result<(), EpochError> {
         let sealed = self.0.opened()?.sealed_to(epoch, self.0.image.name())?;
         for (number, epoch) in sealed.iter().enumerate() {
             if self.is_pressed() {
                 self.merge().await?;
             }
             let is_last = number + 1 == sealed.len();
-            self.0.keep_one(&mut next, epoch, durable && is_last).await?;
+            self.0.log_one(next, epoch, (durable && is_last, kept)).await?;
         }
-        if durable {
+        // Who merges holds the marks for long.
+        let is_durable = self.0.state.lock().has_durable_slots();
+        if durable && !is_durable {
             self.0.make_durable(&mut *self.0.marks.lock().await).await?;
         }
         Ok(())
@@ -244,7 +285,7 @@ impl EpochDisk {
     /// Whether kept epochs must be brought to the image before more are kept.
     fn is_pressed(&self) -> bool {
         let state = self.0.state.lock();
-        self.0.space.is_scarce() || state.extents() > EXTENTS_MAX / 2 || to_u64(state.kept.len()) + 2 >= SLOTS
+        self.0.space.is_scarce() || state.extents() > EXTENTS_MAX / 2 || to_u64(state.logged.len()) + 2 >= SLOTS
     }
 
     /// Brings kept epochs to the image, durably, and frees their space in the log. Returns the bytes that it wrote.
@@ -272,8 +313,8 @@ impl EpochDisk {
         Ok(())
     }
 
-    /// Drops all writes after an epoch, which is kept first if it is sealed. All requests fail from now on, and the
-    /// image is as of that epoch, durably.
+    /// Drops all writes after an epoch, which is kept first if it is sealed or prepared. All requests fail from now on,
+    /// and the image is as of that epoch, durably.
     ///
     /// # Errors
     /// [`EpochError::NotSealed`]: it is neither sealed nor the last one that was kept; nothing has changed then. The
@@ -293,6 +334,7 @@ impl EpochDisk {
             }
             state.stage = Stage::Dropped;
             state.sealed.clear();
+            state.logged.retain(|logged| logged.epoch.number <= epoch);
             state.writes = Extents::default();
         }
         let mut mark = self.0.marks.lock().await;
@@ -306,6 +348,15 @@ impl State {
         self.writes.len() + self.closed_extents
     }
 
+    /// The last slot that was written and whose epoch the image does not have; 0: none.
+    fn last_slot(&self) -> u64 {
+        self.logged.back().map_or(0, |logged| logged.slot)
+    }
+
+    fn has_durable_slots(&self) -> bool {
+        self.last_slot() <= self.durable
+    }
+
     fn seal(&mut self) {
         let extents = std::mem::take(&mut self.writes);
         self.closed_extents += extents.len();
@@ -313,9 +364,9 @@ impl State {
         self.open += 1;
     }
 
-    /// The sealed epochs up to this one; none: it is the last one that was kept.
+    /// The sealed epochs up to this one; none: it was prepared, or it is the last one that was kept.
     fn sealed_to(&self, epoch: u64, disk: &Arc<str>) -> Result<Vec<Arc<Epoch>>, EpochError> {
-        if epoch != self.last_kept && !self.sealed.iter().any(|sealed| sealed.number == epoch) {
+        if !(self.last_kept..self.open).contains(&epoch) {
             return Err(self.not_sealed(epoch, disk));
         }
         Ok(self.sealed.iter().filter(|sealed| sealed.number <= epoch).cloned().collect())
@@ -342,10 +393,15 @@ impl Protection {
         StorageError::for_request(Operation::Allocate, self.log.storage.name(), 0, length, full).into()
     }
 
-    /// Keeps the first of the sealed epochs.
-    async fn keep_one(&self, next: &mut u64, sealed: &Arc<Epoch>, durable: bool) -> Result<(), EpochError> {
+    /// Prepares or keeps the first of the sealed epochs.
+    async fn log_one(
+        &self,
+        next: &mut u64,
+        sealed: &Arc<Epoch>,
+        (durable, kept): (bool, bool),
+    ) -> Result<(), EpochError> {
         let mut segments = Vec::new();
-        let written = self.write_slot(*next, sealed, durable, &mut segments).await;
+        let written = self.write_slot(*next, sealed, (durable, kept), &mut segments).await;
         let mut state = self.state.lock();
         if let Err(error) = written {
             // The slot may be there: what it leads to is not overwritten, until it is written again.
@@ -353,8 +409,11 @@ impl Protection {
             return Err(error.into());
         }
         state.sealed.pop_front();
-        state.kept.push_back(Kept { slot: *next, epoch: Arc::clone(sealed), _lists: segments });
-        state.last_kept = sealed.number;
+        state.logged.push_back(Logged { slot: *next, epoch: Arc::clone(sealed), _lists: segments });
+        state.last_prepared = sealed.number;
+        if kept {
+            state.last_kept = sealed.number;
+        }
         if durable {
             state.durable = *next;
         }
@@ -366,7 +425,7 @@ impl Protection {
         &self,
         number: u64,
         epoch: &Epoch,
-        durable: bool,
+        (durable, kept): (bool, bool),
         segments: &mut Vec<Arc<Segment>>,
     ) -> Result<(), ImageError> {
         let mut list = 0;
@@ -381,18 +440,32 @@ impl Protection {
         if durable {
             self.log.flush().await?;
         }
-        self.log.write_slot(&Slot { id: self.log.id, number, epoch: epoch.number, durable, list }).await?;
+        self.log.write_slot(&Slot { id: self.log.id, number, epoch: epoch.number, durable, kept, list }).await?;
         if durable {
             self.log.flush().await?;
         }
         Ok(())
     }
 
-    /// Makes all kept epochs durable in the log. Returns the slot of the last one, if that was not durable.
+    /// Makes what was decided durable in the log.
+    async fn flush_decision(&self) -> Result<(), EpochError> {
+        let (written, durable) = {
+            let state = self.state.lock();
+            (state.decision, state.durable_decision)
+        };
+        if written > durable {
+            self.log.flush().await.map_err(ImageError::from)?;
+            let mut state = self.state.lock();
+            state.durable_decision = state.durable_decision.max(written);
+        }
+        Ok(())
+    }
+
+    /// Makes all epochs that have a slot durable in the log.
     async fn make_durable(&self, mark: &mut Mark) -> Result<(), EpochError> {
         let (last, durable) = {
             let state = self.state.lock();
-            (state.kept.back().map_or(0, |kept| kept.slot), state.durable)
+            (state.last_slot(), state.durable)
         };
         if last > durable {
             self.log.flush().await.map_err(ImageError::from)?;
@@ -415,12 +488,15 @@ impl Protection {
     async fn merge(&self, mark: &mut Mark) -> Result<u64, EpochError> {
         let (last, epochs) = {
             let state = self.state.lock();
-            let epochs: Vec<_> = state.kept.iter().map(|kept| Arc::clone(&kept.epoch)).collect();
-            (state.kept.back().map(|kept| (kept.slot, kept.epoch.number)), epochs)
+            let is_kept = |logged: &&Logged| logged.epoch.number <= state.last_kept;
+            let kept: Vec<_> = state.logged.iter().take_while(is_kept).collect();
+            let last = kept.last().map(|kept| (kept.slot, kept.epoch.number));
+            (last, kept.into_iter().map(|kept| Arc::clone(&kept.epoch)).collect::<Vec<_>>())
         };
         let Some((slot, number)) = last else { return Ok(0) };
         // What the image gets must not be forgotten any more: the image could have a part of it.
         self.make_durable(mark).await?;
+        self.flush_decision().await?;
         let mut newest = Extents::default();
         for epoch in &epochs {
             epoch.extents.iter().for_each(|(range, stored)| newest.insert(range, stored.clone()));
@@ -431,9 +507,9 @@ impl Protection {
         // Their places in the log are used again only behind this.
         self.advance(mark, Mark { durable, merged: slot, epoch: number, ..*mark }).await?;
         let mut state = self.state.lock();
-        while state.kept.front().is_some_and(|kept| kept.slot <= slot) {
-            if let Some(kept) = state.kept.pop_front() {
-                state.closed_extents = state.closed_extents.saturating_sub(kept.epoch.extents.len());
+        while state.logged.front().is_some_and(|logged| logged.slot <= slot) {
+            if let Some(merged) = state.logged.pop_front() {
+                state.closed_extents = state.closed_extents.saturating_sub(merged.epoch.extents.len());
             }
         }
         state.merged = number;

@@ -37,6 +37,7 @@ enum Doing {
     /// Sectors get a version.
     Write(std::ops::Range<u64>, u64),
     Read(std::ops::Range<u64>, Buffer),
+    Prepare(u64, bool),
     Keep(u64, bool),
     Merge,
     End(u64),
@@ -45,7 +46,7 @@ enum Doing {
 
 type Task = (Doing, Pin<Box<dyn Future<Output = Result<(), EpochError>>>>);
 
-/// When an epoch was asked to be kept, and when it was.
+/// When an epoch was asked to be prepared or kept, and when it was.
 #[derive(Debug, Clone, Copy)]
 struct Event {
     moment: usize,
@@ -66,6 +67,8 @@ struct Run {
     sealed: Vec<Vec<u64>>,
     begun: Vec<Event>,
     kept: Vec<Event>,
+    preparing: Vec<Event>,
+    prepared: Vec<Event>,
     /// Protection is being ended, or was; its epoch.
     end: Option<u64>,
     /// Writes after this epoch are being dropped.
@@ -92,6 +95,8 @@ impl Run {
             next_version: 1,
             begun: Vec::new(),
             kept: Vec::new(),
+            preparing: Vec::new(),
+            prepared: Vec::new(),
             end: None,
             dropping: None,
         }
@@ -122,6 +127,9 @@ impl Run {
         let (what, unmap) = (doing.clone(), self.chance.one_in(2));
         let moment = self.power.moments();
         match &doing {
+            Doing::Prepare(epoch, durable) => {
+                self.preparing.push(Event { moment, epoch: *epoch, durable: *durable });
+            }
             Doing::Keep(epoch, durable) => self.begun.push(Event { moment, epoch: *epoch, durable: *durable }),
             Doing::End(epoch) | Doing::Drop(epoch) => self.begun.push(Event { moment, epoch: *epoch, durable: true }),
             _ => {}
@@ -138,6 +146,7 @@ impl Run {
                     }
                 }
                 Doing::Read(range, buffer) => disk.read(GuestOffset(range.start * SECTOR), buffer.into()).await?,
+                Doing::Prepare(epoch, durable) => disk.prepare(epoch, durable).await?,
                 Doing::Keep(epoch, durable) => disk.keep(epoch, durable).await?,
                 Doing::Merge => drop(disk.merge().await?),
                 Doing::End(_) => disk.end().await?,
@@ -173,16 +182,21 @@ impl Run {
             (Doing::End(epoch) | Doing::Drop(epoch), Ok(())) => {
                 self.kept.push(Event { moment: self.power.moments(), epoch, durable: true });
             }
+            (Doing::Prepare(epoch, durable), Ok(())) => {
+                self.prepared.push(Event { moment: self.power.moments(), epoch, durable });
+            }
             (Doing::Merge, Ok(())) => {}
             // Later than an epoch that was kept meanwhile, or than the end.
-            (Doing::Keep(epoch, _), Err(EpochError::NotSealed { kept, .. })) => assert!(kept > epoch),
+            (Doing::Prepare(epoch, _) | Doing::Keep(epoch, _), Err(EpochError::NotSealed { kept, .. })) => {
+                assert!(kept > epoch);
+            }
             (Doing::Drop(epoch), Err(EpochError::NotSealed { kept, .. })) => {
                 assert!(kept > epoch);
                 self.dropping = None;
             }
             // The log is small.
             (Doing::Write(..), Err(EpochError::Image(_))) => {}
-            (Doing::Keep(..) | Doing::Read(..), Err(_)) if is_over => {}
+            (Doing::Prepare(..) | Doing::Keep(..) | Doing::Read(..), Err(_)) if is_over => {}
             (doing, Err(error)) => panic!("{doing:?}: {error}"),
         }
     }
@@ -223,7 +237,8 @@ impl Run {
             9..=10 => {
                 let epoch = self.open().saturating_sub(1 + self.chance.below(2)).max(FIRST - 1);
                 let durable = self.chance.one_in(3);
-                self.start(Doing::Keep(epoch, durable));
+                let is_prepared = self.chance.one_in(2);
+                self.start(if is_prepared { Doing::Prepare(epoch, durable) } else { Doing::Keep(epoch, durable) });
             }
             11 => self.start(Doing::Merge),
             12 => {
@@ -281,25 +296,40 @@ impl Run {
         self.settle();
     }
 
-    /// The epochs that an image may be as of after a cut.
-    fn allowed(&self, moment: usize, killed: bool) -> std::ops::RangeInclusive<u64> {
-        let least = self.kept.iter().filter(|event| event.moment <= moment && (killed || event.durable));
-        let most = self.begun.iter().filter(|event| event.moment <= moment);
-        let number = |event: &Event| event.epoch;
-        let last = most.map(number).max().unwrap_or(FIRST - 1);
-        least.map(number).max().unwrap_or(FIRST - 1)..=last.max(FIRST - 1)
+    /// The last epoch of these events before a moment.
+    fn last(events: &[Event], moment: usize, may_count: impl Fn(&Event) -> bool) -> u64 {
+        let before = events.iter().filter(|event| event.moment <= moment && may_count(event));
+        before.map(|event| event.epoch).max().unwrap_or(FIRST - 1)
     }
 
-    /// Brings a log to an image, and returns the epoch that the image then has.
+    /// The epochs that an image may be as of after a cut.
+    fn allowed(&self, moment: usize, killed: bool) -> std::ops::RangeInclusive<u64> {
+        let least = Self::last(&self.kept, moment, |event| killed || event.durable);
+        least..=Self::last(&self.begun, moment, |_| true)
+    }
+
+    /// Brings a log to an image, and returns the epoch that the image then has: `as_of`, or if it was not decided one
+    /// that was prepared.
     fn recovered(
         &self,
         format: Format,
         [file, log]: [Arc<dyn Storage>; 2],
-        boot: [u64; 2],
-        moment: usize,
+        (boot, as_of): ([u64; 2], Option<u64>),
+        (moment, chosen): (usize, u64),
     ) -> Result<u64, EpochError> {
         let image = format.open(file);
-        let recovered = block_on(recover(&image, log, &options(boot)))?;
+        let recovered = match block_on(recover(&image, Arc::clone(&log), (&options(boot), as_of))) {
+            Err(EpochError::Undecided { kept, prepared, .. }) => {
+                let allowed = self.allowed(moment, boot == BOOT);
+                assert!(allowed.contains(&kept), "epoch {kept} of {allowed:?} is kept");
+                let least = Self::last(&self.prepared, moment, |event| boot == BOOT || event.durable);
+                let most = Self::last(&self.preparing, moment, |_| true).max(*allowed.end());
+                assert!(least <= prepared && prepared <= most, "epoch {prepared} of {least} to {most} is prepared");
+                let epoch = kept + chosen % (prepared - kept + 1);
+                block_on(recover(&image, log, (&options(boot), Some(epoch))))?
+            }
+            other => other?,
+        };
         let epoch = match recovered {
             Recovered::Cut { epoch, .. } => epoch,
             // Before it began, or behind its end.
@@ -330,7 +360,10 @@ impl Run {
         let most = [64 << 20, LOG_MOST];
         let mut most = most.into_iter();
         let both = contents.map(|bytes| again.add_storage("again", bytes, most.next().unwrap()));
-        let first = self.recovered(format, both, boot, moment).unwrap();
+        let chosen = self.chance.below(8);
+        let first = self.recovered(format, both, (boot, None), (moment, chosen)).unwrap();
+        let most = Self::last(&self.preparing, moment, |_| true).max(*allowed.end());
+        let allowed = *allowed.start()..=most;
         assert!(allowed.contains(&first), "epoch {first} of {allowed:?}, {loss:?} at {moment}");
         let (second_cut, is_whole) = match self.chance.below(4) {
             0 => (again.moments(), true),
@@ -340,7 +373,13 @@ impl Run {
         let contents: [_; 2] = again.cut(second_cut, loss).try_into().unwrap();
         let both = contents.map(|bytes| Arc::new(MemoryStorage::with_contents(bytes, 64 << 20)) as Arc<dyn Storage>);
         let file = Arc::clone(&both[0]);
-        let second = self.recovered(format, both, [8, 8], moment).unwrap();
+        let second = match self.recovered(format, both.clone(), ([8, 8], Some(first)), (moment, 0)) {
+            // It was not durable before.
+            Err(EpochError::NotThere { last, .. }) if last < first => {
+                self.recovered(format, both, ([8, 8], None), (moment, chosen)).unwrap()
+            }
+            other => other.unwrap(),
+        };
         // What was not durable before may be lost until the image has it.
         let durable = self.allowed(moment, false);
         let least = if is_whole { first } else { *durable.start() };

@@ -32,7 +32,7 @@ fn killed(format: Format, bed: &Bed) -> (Recovered, Vec<u64>) {
     let file: Arc<dyn Storage> = Arc::new(MemoryStorage::with_contents(bed.file.contents(), 4 << 20));
     let log = Arc::new(MemoryStorage::with_contents(bed.log.contents(), 64 << 20));
     let image = format.open(file);
-    let recovered = block_on(recover(&image, log, &options())).unwrap();
+    let recovered = block_on(recover(&image, log, (&options(), None))).unwrap();
     (recovered, versions(&*image))
 }
 
@@ -89,6 +89,49 @@ fn commands_out_of_order_change_nothing() {
     assert_eq!(versions(&**disk.image())[3], 0);
     assert!(write(disk, 3, 8).is_err() && block_on(disk.flush()).is_err());
     assert!(matches!(killed(Format::Raw, &bed).0, Recovered::Cut { epoch: 1, .. }));
+}
+
+/// Returns the state of an image that is brought to an epoch after a kill.
+fn killed_as_of(bed: &Bed, epoch: Option<u64>) -> Result<(Recovered, u64), EpochError> {
+    let file: Arc<dyn Storage> = Arc::new(MemoryStorage::with_contents(bed.file.contents(), 4 << 20));
+    let log = Arc::new(MemoryStorage::with_contents(bed.log.contents(), 64 << 20));
+    let image = Format::Raw.open(file);
+    let recovered = block_on(recover(&image, log.clone(), (&options(), epoch)))?;
+    // Once more, and without a wish: it stays so.
+    assert!(block_on(recover(&image, log, (&options(), None))).is_ok());
+    Ok((recovered, versions(&*image)[0]))
+}
+
+#[test]
+fn a_prepared_epoch_counts_or_not_as_its_checkpoint_says() {
+    let bed = begin(Format::Raw);
+    for epoch in 1..=3 {
+        write(&bed.disk, 0, epoch).unwrap();
+        bed.disk.seal(epoch).unwrap();
+    }
+    block_on(bed.disk.keep(1, false)).unwrap();
+    block_on(bed.disk.prepare(2, true)).unwrap();
+    assert_eq!((bed.disk.status().kept, bed.disk.status().prepared, bed.disk.status().sealed), (1, 2, 1));
+    block_on(bed.disk.merge()).unwrap();
+    assert_eq!(bed.disk.status().merged, 1, "what is not kept is not the image's");
+    let undecided = killed_as_of(&bed, None).unwrap_err();
+    assert!(matches!(undecided, EpochError::Undecided { kept: 1, prepared: 2, .. }), "{undecided}");
+    for epoch in [1, 2] {
+        let (recovered, version) = killed_as_of(&bed, Some(epoch)).unwrap();
+        assert!(matches!(recovered, Recovered::Cut { epoch: found, .. } if found == epoch));
+        assert_eq!(version, epoch);
+    }
+    for epoch in [0, 3, u64::MAX] {
+        let missing = killed_as_of(&bed, Some(epoch)).unwrap_err();
+        assert!(matches!(missing, EpochError::NotThere { kept: 1, last: 2, .. }), "{missing}");
+    }
+    block_on(bed.disk.keep(2, false)).unwrap();
+    assert_eq!(killed_as_of(&bed, None).unwrap().1, 2);
+    block_on(bed.disk.prepare(3, false)).unwrap();
+    block_on(bed.disk.drop_after(2)).unwrap();
+    assert_eq!(versions(&**bed.disk.image())[0], 2);
+    assert_eq!(killed_as_of(&bed, Some(2)).unwrap().1, 2);
+    assert!(matches!(killed_as_of(&bed, Some(3)), Err(EpochError::NotThere { .. })), "it was dropped");
 }
 
 #[test]
@@ -206,7 +249,8 @@ fn a_log_of_another_file_or_a_damaged_one_is_refused() {
     let image = || Format::Raw.open(Arc::new(MemoryStorage::with_contents(Format::Raw.empty(), 4 << 20)));
     let refused = |bytes: Vec<u8>, options| {
         let image = image();
-        let error = block_on(recover(&image, Arc::new(MemoryStorage::with_contents(bytes, 64 << 20)), &options));
+        let error =
+            block_on(recover(&image, Arc::new(MemoryStorage::with_contents(bytes, 64 << 20)), (&options, None)));
         assert_eq!(versions(&*image)[0], 0);
         error.unwrap_err().to_string()
     };

@@ -51,7 +51,7 @@ pub(crate) enum DurableArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ProtectDisksArg {
-    /// Refuse a VM that has writable disks
+    /// Refuse the VM
     Refuse,
     /// Do not check; disks are kept consistent by other means
     Ignore,
@@ -91,8 +91,12 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_enum, default_value_t = DurableArg::Process)]
     pub(crate) durable: DurableArg,
 
-    /// How to treat writable disks
-    #[arg(long, value_enum, default_value_t = ProtectDisksArg::Refuse)]
+    /// Have disks that `limosa serve` serves belong to the checkpoints: its --control socket. Repeat it for each server
+    #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path))]
+    pub(crate) disk_server: Vec<PathBuf>,
+
+    /// How to treat other writable disks
+    #[arg(long, value_enum, default_value_t = ProtectDisksArg::Refuse, conflicts_with = "disk_server")]
     pub(crate) disks: ProtectDisksArg,
 
     /// How long the VM may stand still for a checkpoint that makes no progress; it then continues without protection

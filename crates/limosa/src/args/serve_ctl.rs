@@ -69,6 +69,11 @@ pub(crate) struct ServedImageArgs {
     #[arg(long, conflicts_with_all = ["read_only", "snapshot"])]
     pub(crate) fenced: bool,
 
+    /// With --fenced: serve it as of this epoch, which may be one that was prepared. Needed if the server ended between
+    /// both: the checkpoint says which of them counts
+    #[arg(long, value_name = "EPOCH", requires = "fenced")]
+    pub(crate) epoch: Option<u64>,
+
     /// Cache mode: none, writeback, writethrough, unsafe, directsync
     #[arg(long, value_name = "MODE", default_value = "writeback")]
     pub(crate) cache: CacheMode,
@@ -207,7 +212,16 @@ pub(crate) enum ServeCtlCommand {
     },
     /// Seal the open epoch: later writes belong to the next one. The VM is stopped meanwhile
     Seal(ServeEpochArgs),
-    /// Keep a sealed epoch, and those before it: their writes become the image's
+    /// Prepare a sealed epoch: if the server is killed, its checkpoint says whether it counts
+    Prepare {
+        #[command(flatten)]
+        epoch: ServeEpochArgs,
+
+        /// Find it even if the power is cut, too
+        #[arg(long)]
+        durable: bool,
+    },
+    /// Keep a sealed or prepared epoch, and those before it: their writes become the image's
     Keep {
         #[command(flatten)]
         epoch: ServeEpochArgs,
@@ -217,7 +231,14 @@ pub(crate) enum ServeCtlCommand {
         durable: bool,
     },
     /// Drop what was written after an epoch, cut off the export's clients, and close its image: the VM has failed
-    Drop(ServeEpochArgs),
+    Drop {
+        #[command(flatten)]
+        epoch: ServeEpochArgs,
+
+        /// Serve the image again under the same name: the VM is off for certain
+        #[arg(long)]
+        serve_again: bool,
+    },
     /// End protection: the open epoch becomes the image's, too
     Unprotect {
         #[command(flatten)]

@@ -69,7 +69,7 @@ fn options(args: &KeepArgs) -> ProtectOptions {
     options.every = args.every;
     options.stall_timeout = args.stall_timeout;
     options.disks = match args.disks {
-        ProtectDisksArg::Refuse => ProtectDisks::Refuse,
+        ProtectDisksArg::Refuse => ProtectDisks::Served(args.disk_server.clone()),
         ProtectDisksArg::Ignore => ProtectDisks::Ignore,
     };
     options.store.durability = match args.durable {

@@ -53,14 +53,22 @@ pub(super) fn run(args: &ServeCtlArgs) -> anyhow::Result<ExitCode> {
             let next = args.epoch.saturating_add(1);
             ctl.order("export-seal", epoch(args), &format!("epoch {} is sealed; epoch {next} is open", args.epoch))?;
         }
+        ServeCtlCommand::Prepare { epoch: args, durable } => {
+            let mut arguments = epoch(args);
+            arguments["durable"] = (*durable).into();
+            ctl.order("export-prepare", arguments, &format!("epoch {} is prepared", args.epoch))?;
+        }
         ServeCtlCommand::Keep { epoch: args, durable } => {
             let mut arguments = epoch(args);
             arguments["durable"] = (*durable).into();
             ctl.order("export-keep", arguments, &format!("epoch {} is kept", args.epoch))?;
         }
-        ServeCtlCommand::Drop(args) => {
-            let done = format!("{:?} is as of epoch {}, and not served any more", args.export.name, args.epoch);
-            ctl.order("export-drop", epoch(args), &done)?;
+        ServeCtlCommand::Drop { epoch: args, serve_again } => {
+            let mut arguments = epoch(args);
+            arguments["serve-again"] = (*serve_again).into();
+            let now = if *serve_again { "served again" } else { "not served any more" };
+            let done = format!("{:?} is as of epoch {}, and {now}", args.export.name, args.epoch);
+            ctl.order("export-drop", arguments, &done)?;
         }
         ServeCtlCommand::Unprotect { export, timeout } => {
             let mut arguments = keeper(export);

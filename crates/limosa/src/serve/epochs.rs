@@ -15,14 +15,15 @@ use limosa_console::say;
 use limosa_export::Export;
 use limosa_image::Format;
 use limosa_image::chain::Image;
-use limosa_image::epochs::{EpochOptions, Recovered, recover};
+use limosa_image::epochs::{EpochError, EpochOptions, Recovered, examine, recover};
 use limosa_image::reference::Reference;
 use limosa_page::to_nanos;
 use limosa_storage::{FileOptions, FileStorage, Storage, block_on};
 use rustix::fs::{OFlags, unlink};
 
-use super::overlay::{beside, folder_of};
-use super::wanted::Wanted;
+use super::beside::log_of;
+use super::overlay::folder_of;
+use super::wanted::{Recovery, Wanted};
 
 /// The kernel's identifier of the time since the machine was booted.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -73,14 +74,8 @@ impl EpochLog {
         if source.image_opts {
             return Ok(None);
         }
-        let reference = Reference::from_name(&source.name)?;
-        let Some(path) = reference.path().filter(|path| reference == Reference::file(*path)) else { return Ok(None) };
-        let image = std::path::absolute(path)?;
-        if !fs::metadata(&image).is_ok_and(|found| found.is_file()) {
-            return Ok(None);
-        }
-        let path = beside(&image, ".epochs");
-        Ok(Some(Self { image, path }))
+        let found = log_of(&Reference::from_name(&source.name)?)?;
+        Ok(found.map(|(image, path)| Self { image, path }))
     }
 
     /// Creates it, durably: only its owner can read it.
@@ -115,13 +110,13 @@ impl EpochLog {
 ///
 /// # Errors
 /// The image is only read; its VM was protected, and is not said to be off; the log cannot be brought to it.
-pub(super) fn bring(wanted: &Wanted, image: &Image, boot: Boot) -> anyhow::Result<()> {
-    let Some(log) = EpochLog::of(wanted)? else { return Ok(()) };
+pub(super) fn bring(wanted: &Wanted, image: &Image, boot: Boot) -> anyhow::Result<Option<Recovery>> {
+    let Some(log) = EpochLog::of(wanted)? else { return Ok(None) };
     let path = log.path.display();
     let mut file = File::options();
     file.read(true).write(!wanted.is_read_only()).custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
     let file = match file.open(&log.path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         opened => opened.with_context(|| path.to_string())?,
     };
     let name = &wanted.source.name;
@@ -129,16 +124,24 @@ pub(super) fn bring(wanted: &Wanted, image: &Image, boot: Boot) -> anyhow::Resul
         !wanted.is_read_only(),
         "{name}: {path} has what its VM wrote while it was protected; serve it without --read-only once"
     );
-    let storage = FileStorage::from_fd(file.into(), &path.to_string(), &FileOptions::default())?;
-    let disk = image.as_disk();
-    let recovered = block_on(recover(&disk, storage, &log.options(boot)?))?;
-    if let Recovered::Cut { epoch, .. } = recovered {
-        anyhow::ensure!(
-            wanted.fenced,
-            "{name}: it is as of epoch {epoch} of a protected VM, and what that wrote later is gone; if the VM is off \
-             for certain, serve it with --fenced"
-        );
-        say!("limosa: {name}: it is as of epoch {epoch} of a protected VM");
-    }
-    log.remove()
+    let storage: Arc<dyn Storage> = FileStorage::from_fd(file.into(), &path.to_string(), &FileOptions::default())?;
+    let options = log.options(boot)?;
+    let Some(found) = block_on(examine(Arc::clone(&storage), &options))? else {
+        log.remove()?;
+        return Ok(None);
+    };
+    anyhow::ensure!(
+        wanted.fenced,
+        "{name}: it is as of epoch {} of a protected VM, and what that wrote later is gone; if the VM is off for \
+         certain, serve it with --fenced",
+        found.kept
+    );
+    let recovered = match block_on(recover(&image.as_disk(), storage, (&options, wanted.epoch))) {
+        Err(undecided @ EpochError::Undecided { .. }) => anyhow::bail!("{undecided}; say it with --epoch"),
+        other => other?,
+    };
+    log.remove()?;
+    let Recovered::Cut { epoch, .. } = recovered else { return Ok(None) };
+    say!("limosa: {name}: it is as of epoch {epoch} of a protected VM");
+    Ok(Some(Recovery { log: found.log, epoch }))
 }

@@ -117,14 +117,21 @@ fn follow(wanted: &mut Wanted, boot: Boot) -> anyhow::Result<Image> {
     };
     *wanted = overlay::follow(Wanted { name: Some(name), ..wanted.clone() })?;
     let image = wanted.open_image()?;
-    let checked = epochs::bring(wanted, &image, boot)
-        .and_then(|()| warn_of_header(wanted, &image))
-        .and_then(|()| refuse_uncompressed(wanted, &image));
-    if let Err(error) = checked {
-        let _ = block_on(image.as_disk().close());
-        return Err(error);
+    let checked = epochs::bring(wanted, &image, boot).and_then(|recovery| {
+        warn_of_header(wanted, &image)?;
+        refuse_uncompressed(wanted, &image)?;
+        Ok(recovery)
+    });
+    match checked {
+        Ok(recovery) => {
+            wanted.recovery = recovery;
+            Ok(image)
+        }
+        Err(error) => {
+            let _ = block_on(image.as_disk().close());
+            Err(error)
+        }
     }
-    Ok(image)
 }
 
 /// Refuses an image that cannot have compressed contents, if they are asked for. The overlay in which it continues, and
@@ -195,6 +202,8 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             size: how.size,
             compress: how.compress(),
             fenced: how.fenced,
+            epoch: how.epoch,
+            recovery: None,
             journals: images.journals.clone(),
             below: None,
         };

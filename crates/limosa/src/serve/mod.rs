@@ -4,6 +4,7 @@
 //! what fails then is reported.
 
 mod address;
+pub(crate) mod beside;
 mod ctl;
 mod devices;
 mod ends;

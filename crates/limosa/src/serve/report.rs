@@ -43,7 +43,9 @@ pub(super) fn protection(export: &Export) -> Option<Value> {
     Some(json!({
         "keeper": keeper,
         "open": epochs.open,
+        "log": epochs.log,
         "sealed": epochs.sealed,
+        "prepared": epochs.prepared,
         "kept": epochs.kept,
         "merged": epochs.merged,
         "log-bytes": epochs.log_bytes,

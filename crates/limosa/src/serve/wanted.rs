@@ -10,6 +10,7 @@ use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
 use limosa_image::reference::Reference;
 use limosa_image::{Compress, Disk, Format, ImageError};
 use limosa_storage::{LockHolders, OpenError, block_on};
+use uuid::Uuid;
 
 use crate::img::open::{named, warn};
 use crate::img::options::{Name, Source};
@@ -18,6 +19,13 @@ use crate::img::options::{Name, Source};
 const RELEASED: Duration = Duration::from_secs(5);
 /// Interval at which a lock is tried again.
 const TICK: Duration = Duration::from_millis(5);
+
+/// The epoch of a protected VM that an image was brought to.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Recovery {
+    pub(super) log: Uuid,
+    pub(super) epoch: u64,
+}
 
 /// An image to serve, and how.
 #[derive(Debug, Clone)]
@@ -37,6 +45,10 @@ pub(super) struct Wanted {
     pub(super) compress: Option<Compress>,
     /// Whether the VM that was protected on it is known to be off.
     pub(super) fenced: bool,
+    /// The epoch of that VM that it is served as of; `None`: the last one that was kept.
+    pub(super) epoch: Option<u64>,
+    /// The epoch that it was brought to when it was opened.
+    pub(super) recovery: Option<Recovery>,
     /// Where it has its journal.
     pub(super) journals: Option<JournalFolder>,
     /// The image that it is an overlay of, if this server put it on that.

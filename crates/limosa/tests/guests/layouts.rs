@@ -38,7 +38,8 @@ impl Plain {
         }
         let child = command.stdin(Stdio::null()).spawn().unwrap();
         let this = Self { child, socket };
-        wait_for("QEMU's monitor", || this.socket.exists().then_some(()));
+        // There is a moment in which the socket exists and refuses.
+        Qmp::connect(&this.socket, SOON).unwrap();
         this
     }
 }

@@ -6,9 +6,14 @@
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod stage;
 
+#[path = "../stage/overlays.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod overlays;
+
 mod outside;
 mod scene;
 
+mod disks;
 mod ends;
 mod failover;
 mod gate;

@@ -137,9 +137,31 @@ impl Failover<'_> {
     /// Expects the guest's memory and CPU to be of one instant, and ends it.
     #[track_caller]
     pub(crate) fn check_and_end(self) {
-        let mut qmp = Qmp::connect(&self.scene.path("qmp"), SOON).unwrap();
+        let mut qmp = self.monitor();
         let guest = self.scene.machine.heartbeat_guest().unwrap();
         stop_and_check(&mut qmp, &guest, &self.scene.path("picture"));
+        self.quit(qmp);
+    }
+
+    /// Whether its guest says something; false: limosa has ended.
+    pub(crate) fn is_running_soon(&self) -> bool {
+        wait_for("the guest", || {
+            let running = self.limosa.is_running();
+            (!running || !self.limosa.stdout().is_empty()).then_some(running)
+        })
+    }
+
+    /// Ends it.
+    pub(crate) fn end(self) {
+        let qmp = self.monitor();
+        self.quit(qmp);
+    }
+
+    fn monitor(&self) -> Qmp {
+        Qmp::connect(&self.scene.path("qmp"), SOON).unwrap()
+    }
+
+    fn quit(self, mut qmp: Qmp) {
         qmp.execute("quit", json!({})).unwrap();
         drop(qmp);
         self.limosa.wait();

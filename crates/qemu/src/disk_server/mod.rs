@@ -4,6 +4,7 @@
 //! the VM runs, and put on the image when the VM has stopped. The command that undoes it ([`DiskServer::undo`]) commits
 //! an overlay that was put, and removes one that was not; a request to put it that arrives later is refused.
 
+mod epochs;
 mod find;
 
 use std::path::{Path, PathBuf};
@@ -13,6 +14,8 @@ use serde_json::{Value, json};
 
 use crate::job::JobError;
 use crate::qmp::{MonitorAddress, Options, Qmp, QmpError};
+pub use epochs::{EpochDisks, drop_after};
+pub(crate) use epochs::{check as check_epochs, end_epochs};
 pub(crate) use find::{Remote, Served, find, is_nbd};
 
 /// Time that the server gets while the VM runs: it makes durable what was written to the disk.

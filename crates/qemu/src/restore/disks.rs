@@ -14,7 +14,7 @@ use limosa_snapshot::{Disk as RecordedDisk, Manifest, check_disks};
 
 use crate::conflict::{Conflict, DiskConflict};
 use crate::disk_image::{Others, has_data};
-use crate::disk_server::{Remote, Served, find};
+use crate::disk_server::{Remote, Served, check_epochs, find};
 use crate::file_identity::is_same_file;
 use crate::job::{JobContext, JobError};
 use crate::monitor::{Disk, Monitor};
@@ -40,6 +40,7 @@ pub(super) fn check(
     if let Some(change) = check_disks(manifest).first() {
         return Err(JobError::conflict(change.to_string(), Conflict::Disk(DiskConflict::Changed)));
     }
+    check_epochs(&manifest.protected_disks, manifest.checkpoint.unwrap_or(0), servers)?;
     let mut here = None;
     for (recorded, overlay) in manifest.disks.iter().filter_map(|disk| Some((disk, disk.overlay.as_deref()?))) {
         let here = match &here {

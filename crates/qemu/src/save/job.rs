@@ -78,7 +78,7 @@ impl SaveJob<'_> {
 
     /// Records that the file is about to get its name, if a takeover has to know that.
     pub(super) fn publishing(&self, record: &mut JobRecord) -> Result<(), JobError> {
-        if !record.has_overlays() {
+        if !record.has_changed_disks() {
             return Ok(());
         }
         record.phase = JobPhase::Publishing;

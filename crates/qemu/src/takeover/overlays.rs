@@ -33,7 +33,7 @@ pub(super) fn undo_all(
     remarks: &mut Vec<String>,
     notices: &mut Vec<String>,
 ) -> Result<(), QmpError> {
-    if !record.has_overlays() {
+    if !record.has_changed_disks() {
         return Ok(());
     }
     let keep = may_be_published(record);
@@ -53,7 +53,8 @@ pub(super) fn undo_all(
         }
     }
     undone += served::undo_all(record, servers, (keep, limit), notices);
-    if undone == record.overlays.len() + record.served_overlays.len() {
+    undone += served::end_all_epochs(record, servers, limit, notices);
+    if undone == record.overlays.len() + record.served_overlays.len() + record.served_epochs.len() {
         remarks.push("the disks are as they were".to_owned());
     }
     Ok(())

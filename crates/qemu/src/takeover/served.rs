@@ -1,4 +1,4 @@
-//! Overlays that a save had a server of disks put, when the save died.
+//! Changes that a dead job had a server of disks make: overlays of a save, and epochs of a protection.
 //!
 //! The server undoes them, however far they came. It does that while the VM runs or not, and while it does, requests of
 //! the VM wait.
@@ -9,10 +9,10 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::disk_server::DiskServer;
+use crate::disk_server::{DiskServer, end_epochs};
 use crate::file_identity::is_same_file;
 use crate::job::JobError;
-use crate::job_record::{JobRecord, ServedOverlay};
+use crate::job_record::{JobRecord, ServedEpochs, ServedOverlay};
 
 /// The least time that the server gets: a commit that has begun is not ended.
 const AT_LEAST: Duration = Duration::from_secs(30);
@@ -33,8 +33,7 @@ pub(super) fn undo_all(
             notices.push(format!("the disk {device} continues in {file}: the snapshot stands on {frozen}"));
             continue;
         }
-        let is_named = servers.iter().any(|server| is_same_file(server, Path::new(control)));
-        let done = if is_named { undo(overlay, limit) } else { Err(JobError::refused("its server was not named")) };
+        let done = named(servers, control).and_then(|()| undo(overlay, limit));
         let [control, export, path] = [control, export, file].map(|text| quoted(text));
         match done {
             Ok(()) => undone += 1,
@@ -47,12 +46,46 @@ pub(super) fn undo_all(
     undone
 }
 
+/// Ends the epochs of the job's disks by `limit`. Returns how many disks are as they were, and adds what a person must
+/// know of the others to `notices`.
+pub(super) fn end_all_epochs(
+    record: &JobRecord,
+    servers: &[PathBuf],
+    limit: Instant,
+    notices: &mut Vec<String>,
+) -> usize {
+    let mut ended = 0;
+    for disk in &record.served_epochs {
+        let ServedEpochs { device, control, export, keeper } = disk;
+        match named(servers, control).and_then(|()| end_epochs(disk, remaining(limit))) {
+            Ok(()) => ended += 1,
+            Err(error) => {
+                let [control, export] = [control, export].map(|text| quoted(text));
+                notices.push(format!(
+                    "what the VM writes to the disk {device} stays in a log, because {error}; \
+                     `limosa serve ctl {control} unprotect {export}`, as its keeper {keeper}, brings it to the image"
+                ));
+            }
+        }
+    }
+    ended
+}
+
+/// Fails unless the user named this server.
+fn named(servers: &[PathBuf], control: &str) -> Result<(), JobError> {
+    let is_named = servers.iter().any(|server| is_same_file(server, Path::new(control)));
+    if is_named { Ok(()) } else { Err(JobError::refused("its server was not named")) }
+}
+
+fn remaining(limit: Instant) -> Duration {
+    limit.saturating_duration_since(Instant::now()).max(AT_LEAST)
+}
+
 /// A word of a shell's command.
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }
 
 fn undo(overlay: &ServedOverlay, limit: Instant) -> Result<(), JobError> {
-    let within = limit.saturating_duration_since(Instant::now()).max(AT_LEAST);
-    DiskServer::connect(Path::new(&overlay.control))?.undo(&overlay.export, &overlay.file, within)
+    DiskServer::connect(Path::new(&overlay.control))?.undo(&overlay.export, &overlay.file, remaining(limit))
 }

@@ -19,6 +19,7 @@ use limosa_qemu::is_same_file;
 use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
 use super::{files, folder_of};
+use crate::serve::beside::beside;
 use crate::serve::wanted::Wanted;
 
 /// The longest path that is read.
@@ -26,13 +27,6 @@ const PATH_MOST: u64 = 4096;
 
 fn mark_of(image: &Path) -> PathBuf {
     beside(image, ".continued")
-}
-
-/// The path of a file beside another one.
-pub(in crate::serve) fn beside(path: &Path, suffix: &str) -> PathBuf {
-    let mut beside = path.to_owned();
-    beside.as_mut_os_string().push(suffix);
-    beside
 }
 
 /// Says durably that an image's disk continues in an overlay. Beside a block device nothing can be said.

@@ -25,9 +25,10 @@ use limosa_image::{Format, Guess, GuestOffset, guess};
 use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on};
 use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
+use super::beside::beside;
 use super::wanted::Wanted;
 use crate::img::open::named;
-pub(super) use continued::{beside, follow};
+pub(super) use continued::follow;
 
 /// The longest file that an overlay without contents can be: its L1 table has at most 32 MiB, and there are some
 /// clusters besides.

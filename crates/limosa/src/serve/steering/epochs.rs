@@ -7,11 +7,12 @@ use limosa_export::Export;
 use limosa_page::to_micros;
 use serde_json::{Value, json};
 
-use super::requests::{EpochRequest, KeepRequest, ProtectRequest, UnprotectRequest};
+use super::requests::{DropRequest, EpochRequest, LogRequest, ProtectRequest, UnprotectRequest};
 use super::{QUIESCE, Steering};
 use crate::serve::devices::BlockDevice;
 use crate::serve::epochs::EpochLog;
-use crate::serve::report;
+use crate::serve::wanted::Wanted;
+use crate::serve::{images, report};
 
 impl Steering {
     /// Has the writes of an export belong to epochs.
@@ -49,9 +50,19 @@ impl Steering {
         Ok(json!({ "open": epoch.saturating_add(1) }))
     }
 
-    /// Keeps a sealed epoch of an export.
-    pub(super) fn keep_epoch(&self, request: &KeepRequest) -> anyhow::Result<Value> {
-        let KeepRequest { name, keeper, epoch, durable } = request;
+    /// Prepares a sealed epoch of an export.
+    pub(super) fn prepare_epoch(&self, request: &LogRequest) -> anyhow::Result<Value> {
+        let LogRequest { name, keeper, epoch, durable } = request;
+        let _kept = self.keep()?;
+        let export = self.export(name)?;
+        let begun = Instant::now();
+        export.prepare_epoch(keeper, *epoch, *durable)?;
+        Ok(json!({ "prepared": epoch, "us": to_micros(begun.elapsed()) }))
+    }
+
+    /// Keeps a sealed or prepared epoch of an export.
+    pub(super) fn keep_epoch(&self, request: &LogRequest) -> anyhow::Result<Value> {
+        let LogRequest { name, keeper, epoch, durable } = request;
         let _kept = self.keep()?;
         let export = self.export(name)?;
         let begun = Instant::now();
@@ -59,10 +70,12 @@ impl Steering {
         Ok(json!({ "kept": epoch, "us": to_micros(begun.elapsed()) }))
     }
 
-    /// Drops what was written to an export after an epoch, and removes it.
-    pub(super) fn drop_after(&self, EpochRequest { name, keeper, epoch }: &EpochRequest) -> anyhow::Result<Value> {
+    /// Drops what was written to an export after an epoch, and removes it, or serves it again.
+    pub(super) fn drop_after(&self, request: &DropRequest) -> anyhow::Result<Value> {
+        let DropRequest { name, keeper, epoch, serve_again } = request;
         let _kept = self.keep()?;
         let begun = Instant::now();
+        let again = if *serve_again { Some(self.again(name)?) } else { None };
         let cut = |export: &Arc<Export>| {
             let is_its = |device: &&BlockDevice| device.is_of(export);
             self.servers.devices.iter().filter(is_its).for_each(BlockDevice::cut);
@@ -80,7 +93,23 @@ impl Steering {
             self.media.lock().remove(name);
         }
         dropped?;
+        if let Some(mut wanted) = again {
+            let export = images::open_export(&mut wanted, self.images.boot()).map_err(|error| self.explained(error))?;
+            let added = self.exports.add(export)?;
+            self.dropped.lock().remove(name);
+            self.images.note(&added, wanted);
+        }
         Ok(json!({ "epoch": epoch, "us": to_micros(begun.elapsed()) }))
+    }
+
+    /// The image of an export that is served again when its VM is off.
+    fn again(&self, name: &str) -> anyhow::Result<Wanted> {
+        let (export, wanted) = self.served(name)?;
+        anyhow::ensure!(
+            !self.servers.devices.iter().any(|device| device.is_of(&export)),
+            "{name:?} is a vhost-user-blk disk, whose socket goes with the export: start another server with --fenced"
+        );
+        Ok(Wanted { fenced: true, epoch: None, recovery: None, ..wanted })
     }
 
     /// Ends the protection of an export.

@@ -161,6 +161,7 @@ impl Steering {
             "export-bitmaps" => self.bitmaps(read(arguments)?)?,
             "export-protect" => self.protect(&read(arguments)?)?,
             "export-seal" => self.seal(&read(arguments)?)?,
+            "export-prepare" => self.prepare_epoch(&read(arguments)?)?,
             "export-keep" => self.keep_epoch(&read(arguments)?)?,
             "export-drop" => self.drop_after(&read(arguments)?)?,
             "export-unprotect" => self.unprotect(&read(arguments)?)?,

@@ -18,7 +18,7 @@ use super::requests::{CommitRequest, PrepareRequest, QueryRequest, SnapshotReque
 use super::{QUIESCE, Steering};
 use crate::serve::overlay;
 use crate::serve::report;
-use crate::serve::wanted::Wanted;
+use crate::serve::wanted::{Recovery, Wanted};
 
 impl Steering {
     /// An export with the absolute paths of its image and of all below it.
@@ -29,6 +29,16 @@ impl Steering {
         // What clients see is something else than the image has.
         answer.insert("part".into(), (wanted.offset != 0 || wanted.size.is_some()).into());
         answer.insert("snapshot".into(), wanted.snapshot.is_some().into());
+        // Who continues a VM from a checkpoint wants its disk as of that one, and unchanged since.
+        if let Some(Recovery { log, epoch }) = wanted.recovery {
+            let done = export.counters();
+            // One that failed may have written a part.
+            let is_written = done.writes > 0 || done.zeroes > 0 || done.failures > 0;
+            answer.insert("recovered".into(), json!({ "log": log, "epoch": epoch, "written": is_written }));
+        }
+        if let Some(protection) = report::protection(&export) {
+            answer.insert("protection".into(), protection);
+        }
         Ok(answer.into())
     }
 

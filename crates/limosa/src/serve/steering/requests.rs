@@ -44,6 +44,8 @@ pub(in crate::serve) struct AddRequest {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     fenced: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
+    epoch: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     cache: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     aio: Option<String>,
@@ -84,6 +86,7 @@ impl AddRequest {
             compress: args.how.compress,
             compress_level: args.how.compress_level,
             fenced: args.how.fenced,
+            epoch: args.how.epoch,
             cache: Some(args.how.cache.as_str().to_owned()),
             aio: args.how.aio.and_then(aio_name).map(str::to_owned),
         })
@@ -117,6 +120,8 @@ impl AddRequest {
             size: self.size,
             compress,
             fenced: self.fenced,
+            epoch: self.epoch,
+            recovery: None,
             journals,
             below: None,
         })
@@ -265,7 +270,7 @@ pub(super) struct ProtectRequest {
     pub(super) timeout: Option<u64>,
 }
 
-/// An epoch to be sealed or dropped after.
+/// An epoch to be sealed.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct EpochRequest {
@@ -274,10 +279,22 @@ pub(super) struct EpochRequest {
     pub(super) epoch: u64,
 }
 
-/// An epoch to be kept.
+/// An epoch that writes are dropped after.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(super) struct KeepRequest {
+pub(super) struct DropRequest {
+    pub(super) name: String,
+    pub(super) keeper: String,
+    pub(super) epoch: u64,
+    /// Its VM is off: the export is served again, under the same name.
+    #[serde(default)]
+    pub(super) serve_again: bool,
+}
+
+/// An epoch to be prepared or kept.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct LogRequest {
     pub(super) name: String,
     pub(super) keeper: String,
     pub(super) epoch: u64,

@@ -1,0 +1,250 @@
+//! Disks that belong to a VM's checkpoints: their server keeps what the VM writes apart until its checkpoint counts.
+//!
+//! The law: **an epoch of a disk counts when its checkpoint does.** So each disk is sealed while the VM stands still,
+//! prepared before the checkpoint counts, and its epoch is kept afterwards. When all processes end in between, the
+//! checkpoint says which epoch it is, and the disk has both.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use limosa_snapshot::ProtectedDisk;
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+use super::{DiskServer, Remote, Served, find};
+use crate::conflict::{Conflict, DiskConflict};
+use crate::job::JobError;
+use crate::job_record::ServedEpochs;
+use crate::monitor::{Device, Monitor};
+
+/// Time for what brings writes to an image.
+const MERGED_WITHIN: Duration = Duration::from_secs(120);
+/// The epoch that is open behind the base of a series, which is epoch 0.
+const FIRST: u64 = 1;
+
+/// The disks of a VM whose writes belong to epochs. The number of an epoch is that of its checkpoint.
+#[derive(Debug, Default)]
+pub struct EpochDisks {
+    disks: Vec<Served>,
+    keeper: String,
+}
+
+impl EpochDisks {
+    /// Finds the VM's writable disks, which these servers must serve. `keeper` names the job to them.
+    ///
+    /// # Errors
+    /// A disk is not served by them, or cannot have epochs; the monitor's and the servers'.
+    pub fn find(monitor: &Monitor, controls: &[PathBuf], keeper: Uuid) -> Result<Self, JobError> {
+        let keeper = format!("limosa-protect-{keeper}");
+        let conflict = |name: &str, why: &str| {
+            Err(JobError::conflict(
+                format!("the disk {name} {why}: after a failover it would be later than the VM's memory"),
+                Conflict::Disk(DiskConflict::StillWritten),
+            ))
+        };
+        let disks = monitor.disks()?;
+        if let Some(own) = disks.iter().find(|disk| disk.path.is_some()) {
+            return conflict(&own.device, "is a file of QEMU's, not of a server of disks");
+        }
+        let (devices, foreign): (Vec<Device>, Vec<Device>) = monitor
+            .devices()?
+            .into_iter()
+            .filter(Device::is_external_disk)
+            .partition(|device| device.kind.starts_with("vhost-user-blk"));
+        if let Some(device) = foreign.first() {
+            return conflict(&device.kind, "is of another process");
+        }
+        let mut disks = find(monitor, &Remote { disks, devices }, controls)?;
+        disks.retain(|disk| !disk.image.read_only);
+        for (number, disk) in disks.iter().enumerate() {
+            let is_same =
+                |other: &Served| other.export == disk.export && other.server.control() == disk.server.control();
+            if disks.iter().take(number).any(is_same) {
+                return conflict(&disk.device, &format!("is the export {:?} once more", disk.export));
+            }
+        }
+        Ok(Self { disks, keeper })
+    }
+
+    /// Returns what has to be undone when the job ends.
+    #[must_use]
+    pub fn records(&self) -> Vec<ServedEpochs> {
+        let record = |disk: &Served| ServedEpochs {
+            device: disk.device.clone(),
+            control: disk.server.control().to_string_lossy().into_owned(),
+            export: disk.export.clone(),
+            keeper: self.keeper.clone(),
+        };
+        self.disks.iter().map(record).collect()
+    }
+
+    /// Has what was written so far made durable, so that [`begin`](Self::begin) takes less time.
+    ///
+    /// # Errors
+    /// The servers'.
+    pub fn flush(&self) -> Result<(), JobError> {
+        self.disks.iter().try_for_each(|disk| disk.server.flush(&disk.export))
+    }
+
+    /// Begins epochs: what the VM has written until now is the images', and epoch 1 is open. The VM stands still.
+    /// Returns the disks for the manifest of their checkpoints.
+    ///
+    /// # Errors
+    /// The servers'. Disks whose epochs have begun have to be [ended](Self::end).
+    pub fn begin(&self) -> Result<Vec<ProtectedDisk>, JobError> {
+        let begin = |disk: &Served| {
+            let answer = self.order(disk, "export-protect", json!({ "first": FIRST }))?;
+            let log = answer.get("protection").and_then(|protection| protection.get("log")).and_then(Value::as_str);
+            let log = log.and_then(|log| log.parse().ok()).ok_or_else(|| {
+                let control = disk.server.control().display();
+                JobError::refused(format!("the server of disks at {control} does not name its log"))
+            })?;
+            Ok(ProtectedDisk {
+                device: disk.device.clone(),
+                path: disk.image.files.first().cloned().unwrap_or_default(),
+                format: disk.image.format.clone(),
+                export: disk.export.clone(),
+                control: disk.server.control().to_owned(),
+                keeper: self.keeper.clone(),
+                log,
+            })
+        };
+        self.disks.iter().map(begin).collect()
+    }
+
+    /// Seals an epoch. The VM stands still, before and after it.
+    ///
+    /// # Errors
+    /// The servers': the checkpoint must not count.
+    pub fn seal(&self, epoch: u64) -> Result<(), JobError> {
+        self.order_all("export-seal", &json!({ "epoch": epoch }))
+    }
+
+    /// Prepares a sealed epoch; `durable`: for a power cut, too. Its checkpoint may count from then on.
+    ///
+    /// # Errors
+    /// The servers': the checkpoint must not count.
+    pub fn prepare(&self, epoch: u64, durable: bool) -> Result<(), JobError> {
+        self.order_all("export-prepare", &json!({ "epoch": epoch, "durable": durable }))
+    }
+
+    /// Keeps an epoch, whose checkpoint counts.
+    ///
+    /// # Errors
+    /// The servers'.
+    pub fn keep(&self, epoch: u64) -> Result<(), JobError> {
+        self.order_all("export-keep", &json!({ "epoch": epoch }))
+    }
+
+    /// Ends epochs: all that the VM has written is the images'. For a VM that continues, or has ended by itself.
+    ///
+    /// # Errors
+    /// Those of the first disk that failed; all are tried.
+    pub fn end(&self) -> Result<(), JobError> {
+        let end = |record: &ServedEpochs| end_epochs(record, MERGED_WITHIN);
+        self.records().iter().map(end).fold(Ok(()), Result::and)
+    }
+
+    fn order_all(&self, command: &str, arguments: &Value) -> Result<(), JobError> {
+        self.disks.iter().try_for_each(|disk| self.order(disk, command, arguments.clone()).map(drop))
+    }
+
+    fn order(&self, disk: &Served, command: &str, mut arguments: Value) -> Result<Value, JobError> {
+        arguments["name"] = disk.export.as_str().into();
+        arguments["keeper"] = self.keeper.as_str().into();
+        disk.server.ask(command, arguments)
+    }
+}
+
+/// Ends the epochs of a disk on a connection of its own, if they have begun and their keeper is still the same.
+///
+/// # Errors
+/// The server does not answer, or its image fails.
+pub(crate) fn end_epochs(record: &ServedEpochs, within: Duration) -> Result<(), JobError> {
+    let ServedEpochs { control, export, keeper, .. } = record;
+    let server = DiskServer::connect(Path::new(control))?;
+    if keeper_of(&server, export)?.as_ref() != Some(keeper) {
+        return Ok(());
+    }
+    let arguments = json!({ "name": export, "keeper": keeper });
+    server.ask_within("export-unprotect", arguments, within).map(drop)
+}
+
+/// Has the disks of a checkpoint as of it, on their servers: what the VM wrote later is dropped, or was when a server
+/// that had been killed was started again. The VM is off. `controls`: the servers' control sockets.
+///
+/// # Errors
+/// A disk is served by none of them; it is as of another instant, or was written since; a server fails. It can be
+/// repeated then.
+pub fn drop_after(disks: &[ProtectedDisk], epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
+    disks.iter().try_for_each(|disk| drop_one(disk, epoch, controls))
+}
+
+fn drop_one(disk: &ProtectedDisk, epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
+    let ProtectedDisk { export, keeper, log, .. } = disk;
+    for control in controls {
+        let Ok(server) = DiskServer::connect(control) else { continue };
+        let Ok(found) = server.ask("query-export", json!({ "name": export })) else { continue };
+        if log_of(&found, "protection") == Some(*log) {
+            let arguments = json!({ "name": export, "keeper": keeper, "epoch": epoch, "serve-again": true });
+            return server.ask_within("export-drop", arguments, MERGED_WITHIN).map(drop);
+        }
+    }
+    check_one(disk, epoch, controls)
+}
+
+/// Checks that the disks of a checkpoint are as of it on their servers, and that nobody has written to them since.
+/// `controls`: the servers' control sockets.
+///
+/// # Errors
+/// One is not, or is served by none of them.
+pub(crate) fn check(disks: &[ProtectedDisk], epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
+    disks.iter().try_for_each(|disk| check_one(disk, epoch, controls))
+}
+
+fn check_one(disk: &ProtectedDisk, epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
+    let ProtectedDisk { device, path, export, log, .. } = disk;
+    let mut reasons = Vec::new();
+    for control in controls {
+        let found =
+            DiskServer::connect(control).and_then(|server| server.ask("query-export", json!({ "name": export })));
+        let found = match found {
+            Ok(found) => found,
+            Err(error) => {
+                reasons.push(error.to_string());
+                continue;
+            }
+        };
+        let recovered = found.get("recovered").filter(|_| log_of(&found, "recovered") == Some(*log));
+        let is = |key: &str| recovered.and_then(|recovered| recovered.get(key));
+        reasons.push(match (is("epoch").and_then(Value::as_u64), is("written").and_then(Value::as_bool)) {
+            (Some(found), Some(false)) if found == epoch => return Ok(()),
+            (Some(found), Some(false)) => format!("it is as of checkpoint {found}"),
+            (Some(_), _) => "it was written since".to_owned(),
+            (None, _) if log_of(&found, "protection") == Some(*log) => "it has what the VM wrote since".to_owned(),
+            (None, _) => "its protection has ended, and it has what the VM wrote since".to_owned(),
+        });
+    }
+    if controls.is_empty() {
+        reasons.push("its server was not named".to_owned());
+    }
+    Err(JobError::conflict(
+        format!(
+            "the disk {device} ({}) is not as of checkpoint {epoch}, to which the memory belongs: {}",
+            path.display(),
+            reasons.join("; ")
+        ),
+        Conflict::Disk(DiskConflict::Changed),
+    ))
+}
+
+fn log_of(export: &Value, part: &str) -> Option<Uuid> {
+    export.get(part)?.get("log")?.as_str()?.parse().ok()
+}
+
+/// Returns the keeper of an export; `None`: it has no epochs.
+fn keeper_of(server: &DiskServer, export: &str) -> Result<Option<String>, JobError> {
+    let answer = server.ask("query-export", json!({ "name": export }))?;
+    let keeper = answer.get("protection").and_then(|protection| protection.get("keeper"));
+    Ok(keeper.and_then(Value::as_str).map(str::to_owned))
+}
