@@ -48,6 +48,8 @@ mod error;
 pub mod gate;
 mod guard;
 mod keeper;
+#[cfg(test)]
+mod model;
 mod options;
 mod preflight;
 mod report;

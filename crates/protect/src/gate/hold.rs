@@ -20,14 +20,14 @@ const SEALED_MAX: usize = 1024;
 
 /// Frames in the order in which they came, each behind its length.
 #[derive(Debug, Default)]
-pub(super) struct Frames {
-    pub(super) bytes: Vec<u8>,
-    pub(super) count: u64,
+pub(crate) struct Frames {
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) count: u64,
 }
 
 impl Frames {
     /// Appends a frame with its length.
-    pub(super) fn push(&mut self, frame: &[u8]) {
+    pub(crate) fn push(&mut self, frame: &[u8]) {
         self.bytes.extend_from_slice(frame);
         self.count += 1;
     }
@@ -49,7 +49,7 @@ struct Epoch {
 
 /// The way of a frame that the VM has sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Offered {
+pub(crate) enum Offered {
     /// It may leave at once.
     Passed,
     /// It waits.
@@ -62,7 +62,7 @@ pub(super) enum Offered {
 
 /// An order that a keeper must not give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum OrderError {
+pub(crate) enum OrderError {
     #[error("epoch {epoch} is sealed after epoch {last}")]
     Order { epoch: u64, last: u64 },
     #[error("epoch {epoch} is sealed, and {SEALED_MAX} before it have not been let out")]
@@ -73,7 +73,7 @@ pub(super) enum OrderError {
 
 /// The frames of all epochs that wait.
 #[derive(Debug)]
-pub(super) struct Hold {
+pub(crate) struct Hold {
     limit: u64,
     holding: bool,
     open: Epoch,
@@ -86,7 +86,7 @@ pub(super) struct Hold {
 
 impl Hold {
     /// Creates a hold that lets everything pass, and later keeps frames of up to `limit` bytes.
-    pub(super) fn new(limit: u64) -> Self {
+    pub(crate) fn new(limit: u64) -> Self {
         Self {
             limit,
             holding: false,
@@ -100,30 +100,30 @@ impl Hold {
     }
 
     /// Whether frames wait for a checkpoint.
-    pub(super) fn is_holding(&self) -> bool {
+    pub(crate) fn is_holding(&self) -> bool {
         self.holding
     }
 
     /// Whether more than half of the room is taken.
-    pub(super) fn is_nearly_full(&self) -> bool {
+    pub(crate) fn is_nearly_full(&self) -> bool {
         self.cost > self.limit / 2
     }
 
-    pub(super) fn counters(&self) -> OutputCounters {
+    pub(crate) fn counters(&self) -> OutputCounters {
         let mut counters = self.counters;
         counters.median_hold = self.times.percentiles().median;
         counters
     }
 
     /// Begins a series with counters of its own; frames pass until its first seal.
-    pub(super) fn begin(&mut self) {
+    pub(crate) fn begin(&mut self) {
         self.abort();
         self.counters = OutputCounters::default();
         self.times.reset();
     }
 
     /// Takes a frame with its length, unless it passes.
-    pub(super) fn offer(&mut self, frame: &[u8], now: Instant) -> Offered {
+    pub(crate) fn offer(&mut self, frame: &[u8], now: Instant) -> Offered {
         if !self.holding {
             return Offered::Passed;
         }
@@ -148,7 +148,7 @@ impl Hold {
     }
 
     /// Ends the open epoch as number `epoch`; holds frames from now on.
-    pub(super) fn seal(&mut self, epoch: u64) -> Result<(), OrderError> {
+    pub(crate) fn seal(&mut self, epoch: u64) -> Result<(), OrderError> {
         if let Some(last) = self.last.filter(|last| epoch <= *last) {
             return Err(OrderError::Order { epoch, last });
         }
@@ -162,7 +162,7 @@ impl Hold {
     }
 
     /// Lets the frames of all epochs up to this one out, in their order.
-    pub(super) fn commit(&mut self, epoch: u64, now: Instant, mut out: impl FnMut(Frames)) -> Result<(), OrderError> {
+    pub(crate) fn commit(&mut self, epoch: u64, now: Instant, mut out: impl FnMut(Frames)) -> Result<(), OrderError> {
         if self.last.is_none_or(|last| epoch > last) {
             return Err(OrderError::Unsealed { epoch });
         }
@@ -184,7 +184,7 @@ impl Hold {
     }
 
     /// Drops all frames that wait; everything passes from now on.
-    pub(super) fn abort(&mut self) {
+    pub(crate) fn abort(&mut self) {
         let sealed = self.sealed.iter().map(|(_, epoch)| epoch.frames.count).sum::<u64>();
         self.counters.aborted_packets += sealed + self.open.frames.count;
         self.sealed.clear();
@@ -192,7 +192,7 @@ impl Hold {
     }
 
     /// Counts frames that were let out and not delivered.
-    pub(super) fn undelivered(&mut self, count: u64) {
+    pub(crate) fn undelivered(&mut self, count: u64) {
         self.counters.undelivered_packets = self.counters.undelivered_packets.saturating_add(count);
     }
 }

@@ -29,7 +29,7 @@
 mod client;
 mod error;
 mod frame;
-mod hold;
+pub(crate) mod hold;
 mod keeper;
 mod message;
 mod network;
