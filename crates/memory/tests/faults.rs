@@ -238,6 +238,8 @@ fn pages_are_placed_while_others_are_given_back_and_every_removal_is_reported() 
             while !placed.load(Ordering::SeqCst) {
                 give_back(block, balloon);
                 rounds += 1;
+                // On one CPU with the thread that places pages, the kernel would let it run only amid a change.
+                std::thread::yield_now();
             }
             rounds
         });
