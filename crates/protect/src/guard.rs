@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use limosa_migrate::Handle;
 use limosa_migrate::control::{DeferredStop, Stop};
 use limosa_migrate::output::OutputSignal;
+use limosa_qemu::Heartbeat;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{Event, QmpError};
 
@@ -71,6 +72,8 @@ pub(crate) struct Guard<'a> {
     /// Ends a wait for the next checkpoint.
     signal: &'a OutputSignal,
     stall_timeout: Duration,
+    /// Without it this process is ended, as it could leave the VM standing still.
+    heartbeat: Option<Heartbeat>,
     /// The channel is not shut down by a stop before COLO has been ended: the VM may wait for an answer on it.
     deferred: Option<DeferredStop>,
     /// The VM stands still since then.
@@ -87,16 +90,20 @@ impl<'a> Guard<'a> {
         handle: &'a Handle,
         pulse: &'a Pulse,
         signal: &'a OutputSignal,
-        stall_timeout: Duration,
+        (stall_timeout, heartbeat): (Duration, Option<Heartbeat>),
     ) -> Self {
         let deferred = Some(handle.control.defer_stop());
         let progress = (0, Instant::now());
-        Self { monitor, handle, pulse, signal, stall_timeout, deferred, stopped: None, progress, seen: Seen::default() }
+        let (stopped, seen) = (None, Seen::default());
+        Self { monitor, handle, pulse, signal, stall_timeout, heartbeat, deferred, stopped, progress, seen }
     }
 
     /// Watches until `is_over`.
     pub(crate) fn watch(mut self, is_over: impl Fn() -> bool) -> Seen {
         while !is_over() && !self.seen.gone {
+            if let Some(heartbeat) = &self.heartbeat {
+                heartbeat.beat();
+            }
             match self.monitor.qmp().wait_event(&EVENTS, LOOK_EVERY) {
                 Ok(Some(event)) => self.note(&event),
                 Ok(None) => {}
@@ -145,6 +152,8 @@ impl<'a> Guard<'a> {
             return;
         }
         self.pulse.let_go();
+        // QEMU may hang, and leave the command without an answer.
+        self.heartbeat = None;
         match self.monitor.end_colo() {
             Ok(()) => {}
             // The base is still coming: its migration fails when the channel is shut down.

@@ -10,7 +10,9 @@ use limosa_migrate::MigrateError;
 use limosa_migrate::output::{OutputGate, OutputGates, OutputSignal};
 use limosa_qemu::monitor::{MigrationStatus, Monitor};
 use limosa_qemu::takeover::{Actor, take_over};
-use limosa_qemu::{JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, WatchdogEnd};
+use limosa_qemu::{
+    Heartbeat, JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, WatchdogEnd,
+};
 use limosa_snapshot::{CheckpointBase, CheckpointDirectory, Manifest};
 
 use crate::error::ProtectError;
@@ -22,6 +24,8 @@ use crate::series::{Kept, Series};
 
 /// How long undoing may take: COLO, or a migration, has to end first.
 const UNDO_WITHIN: Duration = Duration::from_secs(60);
+/// How long this process may be stopped, beyond the limit for a checkpoint: its watchdog ends it then.
+const HANGS_AFTER: Duration = Duration::from_secs(2);
 /// How long QEMU may take to connect.
 const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 /// How long it is waited for at a stretch.
@@ -98,7 +102,9 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let Preflight { manifest, disks, .. } = vm;
     let series = Series { monitor, options, handle, notice, kept, pulse: &pulse, outputs, disks: &disks };
     let set = monitor.apply_settings(&change.set).map_err(ProtectError::from);
-    let done = set.and_then(|()| Ok(disks.flush()?)).and_then(|()| run(series, base, manifest));
+    let hang = options.stall_timeout.saturating_add(HANGS_AFTER);
+    let heartbeat = || watchdog.as_mut().and_then(|watchdog| watchdog.heartbeat(hang).ok());
+    let done = set.and_then(|()| Ok(disks.flush()?)).and_then(|()| run(series, base, manifest, heartbeat));
     let (vm_state, tidied) = end(monitor, &record, options, notice);
     // QEMU cannot say it any more, and what the VM has written is all that there is: its disks have it.
     if let Ok((_, Seen { shutdown: true, .. })) = &done
@@ -145,13 +151,18 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
 }
 
 /// Has QEMU send its checkpoints here, and keeps them until they end.
-fn run(series: Series<'_>, base: CheckpointBase, manifest: Manifest) -> Result<(Kept, Seen), ProtectError> {
+fn run(
+    series: Series<'_>,
+    base: CheckpointBase,
+    manifest: Manifest,
+    heartbeat: impl FnOnce() -> Option<Heartbeat>,
+) -> Result<(Kept, Seen), ProtectError> {
     let Series { monitor, options, handle, pulse, outputs, .. } = series;
     let (_directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
     monitor.qmp().take_events()?;
     monitor.migrate(&listener.local_uri().to_string(), false)?;
     let channel = accept(monitor, handle, &listener)?;
-    let guard = Guard::new(monitor, handle, pulse, outputs.signal(), options.stall_timeout);
+    let guard = Guard::new(monitor, handle, pulse, outputs.signal(), (options.stall_timeout, heartbeat()));
     thread::scope(|scope| {
         let keeping = thread::Builder::new().name("checkpoints".into());
         let keeping = keeping.spawn_scoped(scope, move || series.keep(channel, base, manifest));

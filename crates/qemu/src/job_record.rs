@@ -391,7 +391,7 @@ mod tests {
     #[test]
     fn newer_and_broken_records_are_refused_with_a_reason() {
         let reason = |text: &str| JobRecord::from_json(text).unwrap_err().to_string();
-        assert!(reason(r#"{"version": 5}"#).contains("newer limosa"));
+        assert!(reason(r#"{"version": 6}"#).contains("newer limosa"));
         assert!(reason(r#"{"version": 1}"#).contains("missing field"));
         assert!(reason("").contains("cannot be read"));
     }

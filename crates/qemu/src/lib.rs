@@ -81,7 +81,7 @@ pub use restore::{
 pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
 pub use save::{DiskPolicy, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, save};
 pub use socket_directory::{SOCKET_PATH_MAX, SocketDirectory};
-pub use watchdog::{Advice as WatchdogAdvice, Watchdog, WatchdogEnd, WatchdogError, run as run_watchdog};
+pub use watchdog::{Advice as WatchdogAdvice, Heartbeat, Watchdog, WatchdogEnd, WatchdogError, run as run_watchdog};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

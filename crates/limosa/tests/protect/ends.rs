@@ -44,6 +44,27 @@ fn kill_after(keeper: Program, moment: u64) {
 }
 
 #[test]
+fn a_keeper_that_hangs_is_ended_by_its_watchdog_and_the_vm_runs_on() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let found = Found::of(&vm);
+    for moment in [0, 13, 29] {
+        let keeper = scene.protect(&vm, &["--every", "20ms", "--stall-timeout", "200ms"]);
+        scene.wait_checkpoint(2, &keeper);
+        let watchdog = watchdog(&keeper).unwrap();
+        thread::sleep(Duration::from_millis(moment));
+        keeper.signal(Signal::STOP);
+        wait_gone(watchdog);
+        found.assert_same(&vm);
+        assert_beats(&vm);
+        let ended = keeper.wait();
+        assert!(ended.stderr.contains("hung, and was ended by its watchdog"), "{}", ended.stderr);
+        scene.forget();
+    }
+}
+
+#[test]
 fn a_killed_keeper_never_leaves_the_vm_standing_still() {
     needs_newest_qemu!();
     let scene = Scene::new();

@@ -1,5 +1,6 @@
 //! The watchdog process itself.
 
+use std::cell::Cell;
 use std::ffi::OsString;
 use std::io::{self, BufReader, IoSliceMut, Read, Write as _};
 use std::mem::MaybeUninit;
@@ -8,17 +9,20 @@ use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use limosa_page::error_with_causes;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{HOLD, HeldConnections, UNKNOWN_PROCESS, signals};
 use crate::conflict::Conflict;
 use crate::job::JobError;
 use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::Monitor;
-use crate::process::ProcessIdentity;
+use crate::process::{Liveness, ProcessIdentity};
 use crate::qmp::{Options, Qmp, QmpError};
 use crate::restore::unfinished::{KeptSnapshot, Recovery, UnfinishedRestore};
 use crate::takeover::{Actor, Outcome, take_over_holding};
@@ -118,7 +122,9 @@ fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
     let _ = control.write_all(b"ready\n");
     let mut kept = None;
     let held = HeldConnections::default();
-    match listen(BufReader::new(Control { socket: control, held: &held }), &held, |unfinished| {
+    let silence = Cell::new(None);
+    let control = Control { socket: control, held: &held, silence: &silence, watched: &watched };
+    match listen(BufReader::new(control), (&held, &silence), |unfinished| {
         kept = Some(unfinished.keep());
     }) {
         JobEnd::Done => Ok(()),
@@ -153,10 +159,52 @@ fn is_socket(descriptor: &OwnedFd) -> bool {
 struct Control<'h> {
     socket: UnixStream,
     held: &'h HeldConnections,
+    /// The longest that limosa may be silent.
+    silence: &'h Cell<Option<Duration>>,
+    watched: &'h ProcessIdentity,
+}
+
+impl Control<'_> {
+    /// Waits for a message. A limosa that is silent for too long is ended.
+    fn wait(&self) -> io::Result<()> {
+        let Some(longest) = self.silence.get() else { return Ok(()) };
+        let until = Instant::now() + longest;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
+            match poll(&mut fds, Some(&Timespec::try_from(left).unwrap_or_default())) {
+                Ok(0) if left.is_zero() => break,
+                Ok(0) | Err(Errno::INTR) => {}
+                other => return Ok(other.map(drop)?),
+            }
+        }
+        self.silence.set(None);
+        let pid = self.watched.pid;
+        match end_process(self.watched) {
+            Ok(()) => drop(writeln!(io::stderr(), "limosa: process {pid} hung, and was ended by its watchdog")),
+            // It may wake up at any moment: what it does then must not meet what is done here.
+            Err(error) => drop(writeln!(io::stderr(), "limosa: process {pid} hangs, and cannot be ended: {error}")),
+        }
+        Ok(())
+    }
+}
+
+/// Ends this very process at once, and waits for its end.
+fn end_process(process: &ProcessIdentity) -> io::Result<()> {
+    let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
+    let held = pidfd_open(pid, PidfdFlags::empty())?;
+    // Looked at behind that: the number is this process's as long as it is held.
+    if process.liveness() != Liveness::Alive {
+        return Ok(());
+    }
+    pidfd_send_signal(&held, Signal::KILL)?;
+    poll(&mut [PollFd::new(&held, PollFlags::IN)], None)?;
+    Ok(())
 }
 
 impl Read for Control<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.wait()?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
         let mut passed = RecvAncillaryBuffer::new(&mut space);
         let list = &mut [IoSliceMut::new(bytes)];
@@ -170,7 +218,11 @@ impl Read for Control<'_> {
     }
 }
 
-fn listen(mut control: impl io::BufRead, held: &HeldConnections, mut keep: impl FnMut(UnfinishedRestore)) -> JobEnd {
+fn listen(
+    mut control: impl io::BufRead,
+    (held, silence): (&HeldConnections, &Cell<Option<Duration>>),
+    mut keep: impl FnMut(UnfinishedRestore),
+) -> JobEnd {
     let (mut temporary, mut disk_servers) = (None, Vec::new());
     let mut line = Vec::new();
     loop {
@@ -188,6 +240,9 @@ fn listen(mut control: impl io::BufRead, held: &HeldConnections, mut keep: impl 
         } else if let Some(hexadecimal) = line.strip_prefix(b"restore ") {
             let unfinished = decode(hexadecimal).and_then(|object| serde_json::from_slice(&object).ok());
             unfinished.into_iter().for_each(&mut keep);
+        } else if let Some(millis) = line.strip_prefix(b"alive ") {
+            let millis = std::str::from_utf8(millis).ok().and_then(|millis| millis.parse().ok());
+            silence.set(millis.filter(|millis| *millis > 0).map(Duration::from_millis));
         } else if line == b"release" {
             held.release();
         } else if line == b"done" {
@@ -265,22 +320,34 @@ fn rescue(
 mod tests {
     use super::*;
 
+    /// The end of the job by these messages, and how long limosa may be silent.
+    fn heard(messages: &[u8]) -> (JobEnd, Option<Duration>) {
+        let silence = Cell::new(None);
+        let end = listen(messages, (&HeldConnections::default(), &silence), |_| {});
+        (end, silence.get())
+    }
+
+    #[test]
+    fn silence_is_allowed_until_a_heartbeat_begins_and_after_it_ends() {
+        assert_eq!(heard(b"alive 250\n").1, Some(Duration::from_millis(250)));
+        for none in [&b"alive 250\nalive 0\n"[..], b"alive x\n", b"alive \n", b"alive 9"] {
+            assert_eq!(heard(none).1, None);
+        }
+    }
+
     #[test]
     fn only_the_whole_word_done_ends_the_watch_in_peace() {
-        assert_eq!(listen(&b"done\n"[..], &HeldConnections::default(), |_| {}), JobEnd::Done);
+        assert_eq!(heard(b"done\n"), (JobEnd::Done, None));
         for words in [&b""[..], b"done", b"don\n", b"novel\n"] {
-            assert_eq!(
-                listen(words, &HeldConnections::default(), |_| {}),
-                JobEnd::Dead { temporary: None, disk_servers: Vec::new() }
-            );
+            assert_eq!(heard(words), (JobEnd::Dead { temporary: None, disk_servers: Vec::new() }, None));
         }
     }
 
     #[test]
     fn the_temporary_file_is_the_last_one_named() {
-        let named = |words: &[u8]| match listen(words, &HeldConnections::default(), |_| {}) {
-            JobEnd::Dead { temporary, .. } => temporary,
-            JobEnd::Done => None,
+        let named = |words: &[u8]| match heard(words) {
+            (JobEnd::Dead { temporary, .. }, _) => temporary,
+            (JobEnd::Done, _) => None,
         };
         assert_eq!(
             named(b"temporary 2f61\ntemporary 2f0aff\n"),

@@ -8,6 +8,9 @@
 //! monitor. It lives in a session of its own, so the terminal's signals do not reach it. What it does about the VM is
 //! [`crate::takeover`].
 //!
+//! A limosa that is stopped (SIGSTOP) does not die, and could wake up at any moment. Where that would leave a VM
+//! standing still it sends a [`Heartbeat`], without which the watchdog ends it before it takes over.
+//!
 //! If the watchdog dies too, the job's record inside QEMU remains, and `limosa resume` does the same later.
 //!
 //! Facts found with QEMU 10.0.2: the byte 0xff makes the monitor's parser drop an unfinished command, wherever it was
@@ -25,4 +28,4 @@ const UNKNOWN_PROCESS: &str = "-";
 
 pub use child::{Advice, run};
 pub(crate) use held_connections::{HOLD, HeldConnections};
-pub use parent::{Watchdog, WatchdogEnd, WatchdogError};
+pub use parent::{Heartbeat, Watchdog, WatchdogEnd, WatchdogError};

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::net::SendFlags;
 use serde::Serialize;
 
 use super::UNKNOWN_PROCESS;
@@ -134,6 +135,18 @@ impl Watchdog {
         self.say("disk-server", std::path::absolute(control)?.as_os_str().as_bytes())
     }
 
+    /// Has the watchdog end this process if it says nothing for `limit`, for example because it was stopped by a
+    /// signal, and take over: until the heartbeat is dropped, it has to [beat](Heartbeat::beat).
+    ///
+    /// # Errors
+    /// As [`set_temporary_file`](Self::set_temporary_file).
+    pub fn heartbeat(&mut self, limit: Duration) -> io::Result<Heartbeat> {
+        let control = self.control.as_ref().ok_or(io::ErrorKind::BrokenPipe)?.try_clone()?;
+        let heartbeat = Heartbeat { control, limit };
+        heartbeat.say(limit)?;
+        Ok(heartbeat)
+    }
+
     /// Makes the watchdog hold this connection of QEMU's too.
     pub(crate) fn hold(&mut self, end: BorrowedFd<'_>) -> io::Result<()> {
         match &self.control {
@@ -190,6 +203,33 @@ impl Watchdog {
             Ok(WatchdogEnd::Died(status)) => notice(&format!("the watchdog process had died ({status})")),
             Err(error) => notice(&format!("the watchdog process cannot be waited for: {error}")),
         }
+    }
+}
+
+/// The signs of life of a process that its watchdog ends if there are none.
+#[derive(Debug)]
+pub struct Heartbeat {
+    control: UnixStream,
+    limit: Duration,
+}
+
+impl Heartbeat {
+    /// Says that this process lives. Does not wait.
+    pub fn beat(&self) {
+        // A watchdog that is dead, or does not read, ends nothing.
+        let _ = self.say(self.limit);
+    }
+
+    fn say(&self, limit: Duration) -> io::Result<()> {
+        let line = format!("alive {}\n", limit.as_millis());
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        Ok(rustix::net::send(&self.control, line.as_bytes(), flags).map(drop)?)
+    }
+}
+
+impl Drop for Heartbeat {
+    fn drop(&mut self) {
+        let _ = self.say(Duration::ZERO);
     }
 }
 
