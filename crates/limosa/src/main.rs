@@ -20,6 +20,7 @@ mod import;
 mod inspect;
 mod job;
 mod memory_limit;
+mod metrics;
 mod packaging;
 mod program;
 mod protect;

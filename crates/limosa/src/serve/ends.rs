@@ -7,8 +7,9 @@ use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_control::BoundControlSocket;
 use serde_json::Value;
 
-use super::{address, metrics};
+use super::address;
 use crate::args::ServeArgs;
+use crate::metrics;
 use crate::remedy::without_control;
 
 /// Where clients connect.

@@ -37,11 +37,11 @@ use signal_hook::iterator::Signals;
 
 use crate::args::{ServeArgs, ServeCommand, ServeCommandArgs};
 use crate::img::{interrupt, object};
+use crate::metrics::Metrics;
 use crate::usage::misused;
 use devices::BlockDevice;
 use ends::{Clients, Ends};
 use images::Images;
-use metrics::Metrics;
 use sandbox::Needs;
 use servers::Servers;
 use steering::Steering;
@@ -95,15 +95,21 @@ fn serve_exports(
     signals: Signals,
     (servers, exports, images): (&Arc<Servers>, &Exports, Images),
 ) -> anyhow::Result<()> {
-    let Ends { clients, control, metrics } = Ends::bind(args, addresses)?;
+    let Ends { clients, control, metrics: listener } = Ends::bind(args, addresses)?;
     let nbd_addresses = clients.addresses();
     sandbox::confine(args.sandbox, &needs(args, addresses, &images)?)?;
-    announce(args, &clients, &servers.devices, (exports, metrics.as_ref()))?;
+    announce(args, &clients, &servers.devices, (exports, listener.as_ref()))?;
     let steering = Steering::new(Arc::clone(servers), (exports.clone(), images), nbd_addresses, args);
     let steering = Arc::new(steering);
     let commands = Arc::clone(&steering);
     let control = control.map(|socket| socket.serve(commands)).transpose().context("--control")?;
-    let metrics = metrics.map(|listener| Metrics::serve(listener, Arc::clone(servers), exports.clone())).transpose()?;
+    let (counted, all) = (Arc::clone(servers), exports.clone());
+    let page = move || {
+        let exports = all.all();
+        let exports = exports.iter().map(|export| (export, counted.client_count(export)));
+        metrics::page(&counted.nbd.counters(), exports)
+    };
+    let metrics = listener.map(|listener| Metrics::serve(listener, page)).transpose()?;
     let served = until_signal(signals, servers, || serve(clients, servers));
     // First the control socket, so that no client orders more.
     drop((control, metrics));

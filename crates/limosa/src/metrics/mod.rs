@@ -1,10 +1,10 @@
-//! `limosa serve --metrics`: the counters for Prometheus, over HTTP.
+//! `--metrics`: counters for Prometheus, over HTTP.
 //!
 //! Law: one thread serves all who ask, and waits for none of them: it polls, and each conversation has an end. No
-//! client of it, even a hostile one, holds up a client of an export.
+//! client of it, even a hostile one, holds up the work that is counted.
 
 mod http;
-mod page;
+pub(crate) mod text;
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
@@ -13,13 +13,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use limosa_channel::{Channel, Listener, Options, Uri};
-use limosa_export::Exports;
 use limosa_socket::SocketAccess;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 
-use super::servers::Servers;
 use http::{Decision, HEAD_MAX};
 
 /// Conversations at the same time; further ones wait in the listener's queue.
@@ -33,7 +31,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 ///
 /// # Errors
 /// Nothing can listen at `uri`.
-pub(super) fn bind(uri: &Uri, access: SocketAccess) -> anyhow::Result<Listener> {
+pub(crate) fn bind(uri: &Uri, access: SocketAccess) -> anyhow::Result<Listener> {
     let listener = Listener::bind_with(uri, access, &Options::default()).context("--metrics")?;
     anyhow::ensure!(listener.socket().is_some(), "--metrics {uri}: it must be a listening socket");
     Ok(listener)
@@ -41,25 +39,20 @@ pub(super) fn bind(uri: &Uri, access: SocketAccess) -> anyhow::Result<Listener> 
 
 /// The thread that answers. Dropping it ends it.
 #[derive(Debug)]
-pub(super) struct Metrics {
+pub(crate) struct Metrics {
     stop: Arc<OwnedFd>,
     thread: Option<thread::JoinHandle<()>>,
 }
 
 impl Metrics {
-    /// Serves the metrics of a server and its exports.
+    /// Serves `page`, which is written for each who asks.
     ///
     /// # Errors
     /// The kernel has no room for a thread or a descriptor.
-    pub(super) fn serve(listener: Listener, servers: Arc<Servers>, exports: Exports) -> anyhow::Result<Self> {
+    pub(crate) fn serve(listener: Listener, page: impl Fn() -> String + Send + 'static) -> anyhow::Result<Self> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).context("--metrics")?;
         let stop = Arc::new(stop);
         let stopped = Arc::clone(&stop);
-        let page = move || {
-            let exports = exports.all();
-            let exports = exports.iter().map(|export| (export, servers.client_count(export)));
-            page::page(&servers.nbd.counters(), exports)
-        };
         let serve = move || serve(&listener, &stopped, &page);
         let thread = thread::Builder::new().name("metrics".into()).spawn(serve).context("--metrics")?;
         Ok(Self { stop, thread: Some(thread) })
