@@ -37,9 +37,9 @@ const VERSION_WITH_SERVED: u32 = 3;
 /// The version of a record of checkpoints: an older limosa would cancel the migration, which QEMU does not come back
 /// from in COLO.
 const VERSION_OF_PROTECT: u32 = 4;
-/// The version of a record of checkpoints with disks, and the newest that this limosa reads: an older one would leave
-/// the VM's writes in their logs.
-const VERSION_WITH_EPOCHS: u32 = 5;
+/// The version of a record of checkpoints with disks or filters, and the newest that this limosa reads: an older one
+/// would leave the VM's writes in their logs, or the VM without its network.
+const VERSION_WITH_HELD: u32 = 5;
 
 /// Separates a disk's name from the digits of the snapshot's id in an overlay's file name.
 pub(crate) const OVERLAY_SUFFIX: &str = ".overlay-";
@@ -168,6 +168,9 @@ pub struct JobRecord {
     /// Served disks whose epochs may have begun.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub served_epochs: Vec<ServedEpochs>,
+    /// Ids of filters that hold the VM's output, in the order in which they are removed; some may not exist.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub filters: Vec<String>,
     /// When the job began, in seconds since 1970.
     pub begun: u64,
     /// The reason of its failure, if it could still be recorded.
@@ -180,7 +183,7 @@ pub struct JobRecord {
 #[non_exhaustive]
 pub enum JobRecordError {
     /// A job runs.
-    #[error("{} is in the middle of a {} of this VM ({}): wait for it or end it", .0.process, .0.job, .0.path)]
+    #[error("{}", busy(.0))]
     Busy(Box<JobRecord>),
     /// A job runs, or ran, where this process cannot see it.
     #[error(
@@ -200,6 +203,16 @@ pub enum JobRecordError {
     /// The monitor's error.
     #[error(transparent)]
     Qmp(#[from] QmpError),
+}
+
+/// The message about a job that runs.
+fn busy(record: &JobRecord) -> String {
+    let JobRecord { process, job, path, .. } = record;
+    match job {
+        // It does not end by itself.
+        JobKind::Protect => format!("{process} protects this VM ({path}): end that first"),
+        _ => format!("{process} is in the middle of a {job} of this VM ({path}): wait for it or end it"),
+    }
 }
 
 impl JobRecord {
@@ -222,6 +235,7 @@ impl JobRecord {
             overlays: Vec::new(),
             served_overlays: Vec::new(),
             served_epochs: Vec::new(),
+            filters: Vec::new(),
             failure: None,
             begun: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         }
@@ -240,11 +254,21 @@ impl JobRecord {
         self
     }
 
+    /// Adds filters of the VM's output, to checkpoints.
+    #[must_use]
+    pub fn with_filters(mut self, filters: Vec<String>) -> Self {
+        if !filters.is_empty() {
+            self.version = VERSION_WITH_HELD;
+        }
+        self.filters = filters;
+        self
+    }
+
     /// Adds disks whose writes belong to epochs.
     #[must_use]
     pub fn with_epochs(mut self, disks: Vec<ServedEpochs>) -> Self {
         if !disks.is_empty() {
-            self.version = VERSION_WITH_EPOCHS;
+            self.version = VERSION_WITH_HELD;
         }
         self.served_epochs = disks;
         self
@@ -348,9 +372,9 @@ impl JobRecord {
         let unreadable = |reason: String| JobRecordError::Unreadable { reason };
         let value: Value = serde_json::from_str(text).map_err(|error| unreadable(error.to_string()))?;
         let version = value.get("version").and_then(Value::as_u64).unwrap_or_default();
-        if version > u64::from(VERSION_WITH_EPOCHS) {
+        if version > u64::from(VERSION_WITH_HELD) {
             return Err(unreadable(format!(
-                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_EPOCHS})"
+                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_HELD})"
             )));
         }
         serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))
@@ -386,6 +410,10 @@ mod tests {
         assert!(record.path.starts_with('/'));
         let protect = JobRecord::new(JobKind::Protect, Uuid::nil(), Path::new("/d"), true, Settings::new());
         assert_eq!(JobRecord::from_json(&protect.to_json()).unwrap().version, 4);
+        assert!(!protect.to_json().contains("filters"), "as older ones read it");
+        let protect = protect.with_filters(vec![text("inner"), text("outer")]);
+        assert_eq!(JobRecord::from_json(&protect.to_json()).unwrap(), protect);
+        assert_eq!(protect.version, 5);
     }
 
     #[test]

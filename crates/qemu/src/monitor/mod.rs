@@ -24,7 +24,7 @@ pub use disks::{Disk, DiskFile};
 pub use graph::BlockJob;
 pub use machine::{Cpu, FileBackend, MachineType, MemoryBackend};
 pub use migration::{MigrationInfo, MigrationStatus, RamProgress};
-pub use networks::NetworkBackend;
+pub use networks::{NetworkBackend, OutputFilter};
 pub use ram_blocks::{RamBlockInfo, parse_ram_blocks};
 pub use settings::{SettingChange, Settings};
 pub use state::{RunState, VmStatus};

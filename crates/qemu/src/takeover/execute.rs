@@ -107,6 +107,13 @@ pub(crate) fn take_over_holding(
                     remarks.push(what);
                 }
             }
+            Step::RemoveFilters => {
+                progress.filters_removed = true;
+                let removed = record.filters.iter().map(|id| monitor.remove_output_filter(id));
+                // Each is tried, even if one is refused.
+                let removed = removed.fold(Ok(()), Result::and);
+                remark(&mut remarks, "the filters of its output were removed", removed)?;
+            }
             Step::EndColo => {
                 if progress.colo_ended {
                     pause(monitor)?;

@@ -47,6 +47,8 @@ pub struct QemuState {
 pub struct Progress {
     /// A cancel was sent.
     pub cancelled: bool,
+    /// The filters of the VM's output were removed.
+    pub filters_removed: bool,
     /// COLO was ended.
     pub colo_ended: bool,
     /// How often `cont` was sent.
@@ -69,6 +71,8 @@ pub enum Step {
     Wait,
     /// `migrate_cancel`.
     Cancel,
+    /// Remove the filters that hold the VM's output back.
+    RemoveFilters,
     /// `x-colo-lost-heartbeat`.
     EndColo,
     /// `cont`.
@@ -150,6 +154,10 @@ pub fn next_step(record: &JobRecord, seen: &QemuState, progress: &Progress, acto
 /// Checkpoints that have lost their keeper: the VM continues alone. Nobody else runs it.
 fn protect(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor) -> Step {
     use MigrationStatus as M;
+    // First of all: the VM has no network before, and ending the checkpoints may take a while.
+    if !record.filters.is_empty() && !progress.filters_removed {
+        return Step::RemoveFilters;
+    }
     match &seen.migration {
         M::Colo => Step::EndColo,
         M::Setup | M::Active | M::PreSwitchover | M::Device | M::WaitUnplug if progress.waited < BASE_PATIENCE => {
@@ -272,6 +280,7 @@ mod tests {
 
     const TIDY: Progress = Progress {
         cancelled: true,
+        filters_removed: true,
         colo_ended: true,
         continued: 0,
         put_back: true,
@@ -483,6 +492,19 @@ mod tests {
         assert_eq!(next_step(&record, &seen("colo", "completed"), &TIDY, Actor::Watchdog), Step::Wait);
         let late = Progress { waited: BASE_PATIENCE, ..Progress::default() };
         assert_eq!(next_step(&record, &seen("running", "active"), &late, Actor::Watchdog), Step::Cancel);
+    }
+
+    #[test]
+    fn filters_that_hold_output_are_removed_before_anything_else() {
+        let filters = vec!["inner".to_owned(), "outer".to_owned()];
+        let record = record(JobKind::Protect, true).with_filters(filters);
+        for run in RUN_STATES {
+            for migration in MIGRATION_STATES {
+                let step = next_step(&record, &seen(run, migration), &Progress::default(), Actor::Watchdog);
+                assert_eq!(step, Step::RemoveFilters, "{run} {migration}");
+            }
+        }
+        assert_eq!(next_step(&record, &seen("colo", "colo"), &TIDY, Actor::Watchdog), Step::EndColo);
     }
 
     #[test]
