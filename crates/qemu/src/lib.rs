@@ -79,7 +79,10 @@ pub use restore::{
     RunChoice, StartWatchdog, recover, restore,
 };
 pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
-pub use save::{DiskPolicy, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, save};
+pub use save::{
+    DiskPolicy, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, background_settings,
+    explain_background_refusal, save,
+};
 pub use socket_directory::{SOCKET_PATH_MAX, SocketDirectory};
 pub use watchdog::{Advice as WatchdogAdvice, Heartbeat, Watchdog, WatchdogEnd, WatchdogError, run as run_watchdog};
 

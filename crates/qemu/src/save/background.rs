@@ -37,8 +37,8 @@ pub(super) fn check(monitor: &Monitor, current: &Settings) -> Result<(), JobErro
     ))
 }
 
-/// QEMU's refusal of a background snapshot, with what can be done about it; other errors as they are.
-pub(super) fn explain(error: QmpError) -> JobError {
+/// Returns QEMU's refusal of a background snapshot as the conflict that it is; other errors as they are.
+pub fn explain(error: QmpError) -> JobError {
     match error.desc() {
         Some(said) => JobError::conflict(
             format!("this host cannot save this VM in the background: QEMU says: {said}"),

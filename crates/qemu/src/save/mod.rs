@@ -34,9 +34,10 @@ use limosa_snapshot::{Transport, UnnamedFile};
 
 use crate::job::{JobContext, JobError};
 use crate::job_record::{JobKind, JobRecord, JobRecordError, VmAfterJob};
-use crate::monitor::{Monitor, SettingChange};
+use crate::monitor::{Monitor, SettingChange, Settings};
 use crate::takeover::{Actor, abandoned, take_over_holding};
 use crate::watchdog::{HeldConnections, Watchdog};
+pub use background::explain as explain_background_refusal;
 pub(crate) use by_file::file_channels;
 use job::SaveJob;
 pub use job::SaveReport;
@@ -161,6 +162,13 @@ pub fn save(
         None => {}
     }
     done
+}
+
+/// Returns the settings with which a migration to a socket is a background snapshot.
+#[must_use]
+pub fn background_settings() -> Settings {
+    let options = SaveOptions { background: true, ..SaveOptions::default() };
+    settings(&Transport::Socket, &options, None, false, None)
 }
 
 /// Puts the settings back after a save and removes the record of the job. Returns false if QEMU still holds the
