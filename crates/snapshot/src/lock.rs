@@ -23,6 +23,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
@@ -36,6 +38,9 @@ const MAPPED: &str = "a VM maps it as its memory; wait for its end, or work on a
 const WRITTEN: &str = "limosa is writing to it; try again when that has ended";
 const KEPT: &str = "another process keeps checkpoints in it; end that one, or use another directory";
 const REPLACED: &str = "a save is replacing it; try again when that has ended";
+
+/// How long it may take to ask whether a directory is locked.
+const ASKED_WITHIN: Duration = Duration::from_millis(20);
 
 /// Takes the lock of a server: shared, without waiting.
 pub(crate) fn shared(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
@@ -74,9 +79,16 @@ pub(crate) fn end_writing(file: impl AsFd, path: &Path) -> Result<(), SnapshotEr
     take_whole(file, path, libc::F_UNLCK, WRITTEN)
 }
 
-/// Takes the lock of the one process that makes files in a directory.
+/// Takes the lock of the one process that makes files in a directory. Waits for those who only ask whether it is taken:
+/// they have it for a moment.
 pub(crate) fn directory(directory: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
-    take(directory, path, FlockOperation::NonBlockingLockExclusive, KEPT)
+    let begun = Instant::now();
+    loop {
+        match take(&directory, path, FlockOperation::NonBlockingLockExclusive, KEPT) {
+            Err(SnapshotError::Locked { .. }) if begun.elapsed() < ASKED_WITHIN => thread::sleep(ASKED_WITHIN / 10),
+            taken => return taken,
+        }
+    }
 }
 
 fn take_whole(file: impl AsFd, path: &Path, kind: libc::c_int, by: &'static str) -> Result<(), SnapshotError> {

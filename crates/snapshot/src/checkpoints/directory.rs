@@ -41,18 +41,29 @@ impl CheckpointDirectory {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(SnapshotError::io("make it", path, None, errno)),
         }
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-            Errno::NOTDIR => SnapshotError::Target { path: path.to_path_buf(), why: "is not a directory".to_owned() },
-            errno => SnapshotError::io("open it", path, None, errno),
-        })?;
-        let directory = File::from(directory);
+        let directory = open_directory(path)?;
         lock::directory(&directory, path)?;
         let directory = Self { directory, path: path.to_path_buf() };
         for name in [SPARE_NAME, FORMER_NAME] {
             directory.remove(name)?;
         }
         Ok(directory)
+    }
+
+    /// Whether a process keeps checkpoints in a directory. Changes nothing in it.
+    ///
+    /// # Errors
+    /// It is no directory, or cannot be opened.
+    pub fn is_kept(path: &Path) -> Result<bool, SnapshotError> {
+        let directory = open_directory(path)?;
+        match lock::shared(&directory, path) {
+            Ok(()) => {
+                lock::release(&directory);
+                Ok(false)
+            }
+            Err(SnapshotError::Locked { .. }) => Ok(true),
+            Err(error) => Err(error),
+        }
     }
 
     /// The directory's path.
@@ -153,6 +164,15 @@ impl Drop for CheckpointDirectory {
     }
 }
 
+fn open_directory(path: &Path) -> Result<File, SnapshotError> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
+        Errno::NOTDIR => SnapshotError::Target { path: path.to_path_buf(), why: "is not a directory".to_owned() },
+        errno => SnapshotError::io("open it", path, None, errno),
+    })?;
+    Ok(File::from(directory))
+}
+
 /// Locks a file against readers, so that it can be written to.
 ///
 /// # Errors
@@ -228,10 +248,13 @@ mod tests {
         assert_eq!(directory.spare().metadata().unwrap().mode() & 0o777, 0o600);
         let error = CheckpointDirectory::open(&path).unwrap_err();
         assert!(matches!(error, SnapshotError::Locked { .. }), "{error}");
+        assert!(CheckpointDirectory::is_kept(&path).unwrap());
         // As after a kill: nothing is removed, and the lock goes.
         lock::release(&directory.directory);
         std::mem::forget(directory);
         std::fs::write(path.join(FORMER_NAME), b"").unwrap();
+        assert!(!CheckpointDirectory::is_kept(&path).unwrap());
+        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 3, "it was only asked");
         let directory = CheckpointDirectory::open(&path).unwrap();
         assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
         assert_eq!(std::fs::read(directory.checkpoint()).unwrap(), b"checkpoint");
