@@ -82,6 +82,18 @@ pub fn time(text: &str) -> Result<Duration, ParseError> {
     time.map(Duration::from_millis).ok_or_else(|| ParseError::new(text, "time", "300ms, 30s or 5m"))
 }
 
+/// Reads a time as [`time`] does, but for plain seconds: where times of milliseconds are usual, a number alone may mean
+/// either.
+///
+/// # Errors
+/// The text is not a time, has no unit, or is 0.
+pub fn time_with_unit(text: &str) -> Result<Duration, ParseError> {
+    match text.parse::<u64>() {
+        Ok(_) => Err(ParseError::new(text, "time with its unit", "100ms, 2s or 5m")),
+        Err(_) => time(text),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,5 +123,7 @@ mod tests {
         assert_eq!(time("5m"), Ok(Duration::from_secs(300)));
         assert_eq!(time("30s"), time("30"));
         assert!(time("0").is_err() && time("m").is_err());
+        assert!(time_with_unit("30").is_err() && time_with_unit("0ms").is_err());
+        assert_eq!(time_with_unit("30s"), time("30"));
     }
 }
