@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::args::InspectArgs;
 use crate::changed;
+use crate::checkpoints;
 use crate::compare;
 use crate::import::Stored;
 use crate::report;
@@ -32,6 +33,9 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     }
     if args.vm.is_given() {
         misused("--qmp and --pid name a VM for --changed: add it");
+    }
+    if args.file.is_dir() {
+        return checkpoints::inspect(&args.file, args.json);
     }
     let (summary, snapshot) = match &args.tag {
         Some(tag) => {

@@ -1,10 +1,11 @@
 //! The parts of every job on the command line: a monitor, a control socket, signals, a bar.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::bail;
 use limosa_channel::Uri;
-use limosa_control::{ControlSocket, JobKind};
+use limosa_control::{Commands, ControlSocket, JobKind};
 use limosa_migrate::Handle;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp, Version};
@@ -12,6 +13,7 @@ use limosa_qemu::{JobContext, SOCKET_PATH_MAX};
 
 use crate::args::JobArgs;
 use crate::bars::Bar;
+use crate::holder::Holder;
 use crate::remedy;
 use crate::signals::SignalWatch;
 use crate::usage::misused;
@@ -22,6 +24,10 @@ pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// Connects to QEMU's monitor.
 pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
+    // It would not be greeted, and a protection does not end by itself.
+    if let Some(pid) = Holder::of(address).iter().find_map(Holder::protector) {
+        bail!("the VM is protected by limosa protect (process {pid}), which holds {address}: end that first");
+    }
     let qmp = Qmp::connect(address, &Options::default())?;
     let package = &qmp.greeting().package;
     if qmp.version() == Version::new(0, 0, 0) && package.starts_with("limosa ") {
@@ -54,8 +60,30 @@ impl JobHandles {
     ) -> anyhow::Result<Self> {
         let engine = Handle::new();
         let socket = socket.map(|path| listen(path, job, &engine)).transpose()?;
-        let signals = SignalWatch::start(job, &engine)?;
         let bar = (!quiet).then(|| Bar::show(&engine.progress, verb));
+        Self::of(engine, job, socket, bar)
+    }
+
+    /// For a job whose control socket has commands of its own, and that draws no bar.
+    pub(crate) fn with_commands(
+        socket: Option<&Path>,
+        job: JobKind,
+        commands: Arc<dyn Commands>,
+    ) -> anyhow::Result<Self> {
+        let engine = Handle::new();
+        let listen = |path: &Path| {
+            let socket = ControlSocket::listen_without_job(path, commands);
+            socket.map_err(|error| remedy::without_control(path, &error))
+        };
+        let socket = socket.map(listen).transpose()?;
+        if let Some(socket) = &socket {
+            socket.set_job(job, &engine);
+        }
+        Self::of(engine, job, socket, None)
+    }
+
+    fn of(engine: Handle, job: JobKind, socket: Option<ControlSocket>, bar: Option<Bar>) -> anyhow::Result<Self> {
+        let signals = SignalWatch::start(job, &engine)?;
         Ok(Self { engine, socket, _signals: signals, _bar: bar })
     }
 

@@ -13,6 +13,7 @@ use limosa_image::ImageError;
 use limosa_image::luks::LuksError;
 use limosa_migrate::MigrateError;
 use limosa_nbd::NbdError;
+use limosa_protect::ProtectError;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::takeover::Outcome;
 use limosa_qemu::{
@@ -23,6 +24,8 @@ use limosa_snapshot::SnapshotError;
 use limosa_storage::{LockHolders, OpenError, StorageError};
 use limosa_stream::{StreamError, UnsupportedFeature};
 use limosa_vhost::ServerError;
+
+use crate::holder::Holder;
 
 /// Returns the remedy, to be appended to the message of the error; empty if no option helps.
 pub(crate) fn of(error: &MigrateError) -> String {
@@ -306,6 +309,27 @@ fn of_job(error: &JobError) -> Option<String> {
     })
 }
 
+/// The remedies of errors that a protection shows as its own, which are then not in the chain.
+fn of_protect(error: &ProtectError) -> Option<String> {
+    match error {
+        // Its options are other ones than those of a save.
+        ProtectError::Job(JobError::Refused {
+            conflict: Some(Conflict::Permission(MissingPermission::WriteProtection)),
+            ..
+        }) => {
+            Some("; it takes userfaultfd with write protection for all of the VM's memory (docs/operating.md)".into())
+        }
+        ProtectError::ColoUnusable(_) => Some("; or protect it with --via background, every few seconds".into()),
+        ProtectError::Job(error) => of_job(error),
+        ProtectError::Qmp(error) => of_qmp(error),
+        ProtectError::Record(error) => of_record(error),
+        ProtectError::Snapshot(error) => of_snapshot(error),
+        ProtectError::Channel(error) => Some(of_channel(error)),
+        ProtectError::Migrate(error) => Some(of(error)),
+        _ => None,
+    }
+}
+
 fn of_clone(error: &CloneError) -> Option<String> {
     Some(match error {
         CloneError::Running { .. } => "; end it with limosa clone stop, or give --force".into(),
@@ -343,27 +367,18 @@ fn of_qmp(error: &QmpError) -> Option<String> {
         QmpError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
             Some("; run limosa as root or as QEMU's user".into())
         }
-        QmpError::Busy { monitor, .. } => Some(match watchdogs_of(monitor).as_slice() {
-            [] => "; close that client, or give QEMU a second -qmp".into(),
-            [pid, ..] => {
-                format!("; it is limosa's watchdog (process {pid}), which completes a job: wait until it ends")
-            }
-        }),
+        QmpError::Busy { monitor, .. } => {
+            let holders = monitor.parse().map(|monitor| Holder::of(&monitor)).unwrap_or_default();
+            Some(match holders.as_slice() {
+                [] => "; close that client, or give QEMU a second -qmp".into(),
+                [Holder { watchdog, .. }, ..] => {
+                    format!("; it is limosa's watchdog (process {watchdog}), which completes a job: wait until it ends")
+                }
+            })
+        }
         QmpError::Connect { .. } => Some("; is its QEMU running, with -qmp unix:PATH,server=on,wait=off?".into()),
         _ => None,
     }
-}
-
-/// The watchdogs of this machine that hold a monitor.
-fn watchdogs_of(monitor: &str) -> Vec<u32> {
-    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let is_watchdog = |pid: &u32| {
-        let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else { return false };
-        let words: Vec<_> = line.split(|byte| *byte == 0).collect();
-        matches!(words.as_slice(), [_, b"watchdog", b"--", held, ..] if *held == monitor.as_bytes())
-    };
-    pids.filter(is_watchdog).collect()
 }
 
 /// The remedies of errors that show another as their own, which is then not in the chain.
@@ -408,11 +423,13 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         let record = || cause.downcast_ref().and_then(of_record);
         let resume = || cause.downcast_ref().and_then(of_resume);
         let snapshot = || cause.downcast_ref().and_then(of_snapshot);
+        let protect = || cause.downcast_ref().and_then(of_protect);
         let clone = || cause.downcast_ref().and_then(of_clone);
         let qmp = || cause.downcast_ref().and_then(of_qmp);
         let mapping = || cause.downcast_ref().and_then(of_not_mapping);
         let mapped_vm = || cause.downcast_ref().and_then(of_mapped_vm);
         let found = job
+            .or_else(protect)
             .or_else(clone)
             .or_else(record)
             .or_else(resume)

@@ -44,6 +44,10 @@ pub enum ProtectError {
     #[error("{0}")]
     Refused(String),
 
+    /// QEMU has no COLO, or one that does not work. Background snapshots may be possible.
+    #[error("{0}")]
+    ColoUnusable(String),
+
     /// QEMU gave the base up.
     #[error("QEMU gave up: {reason}")]
     Failed {

@@ -166,7 +166,8 @@ impl<'a> Guard<'a> {
     }
 }
 
-fn note_end(event: &Event, seen: &mut Seen) {
+/// Notes an event that says how checkpoints ended.
+pub(crate) fn note_end(event: &Event, seen: &mut Seen) {
     match event.name.as_str() {
         "SHUTDOWN" => seen.shutdown = true,
         "COLO_EXIT" => {

@@ -15,11 +15,13 @@ use limosa_qemu::{
 };
 use limosa_snapshot::{CheckpointBase, CheckpointDirectory, Manifest};
 
+use crate::background::Background;
 use crate::error::ProtectError;
+use crate::filters::FilteredOutput;
 use crate::guard::{Guard, Pulse, Seen};
-use crate::options::ProtectOptions;
+use crate::options::{CheckpointMethod, ProtectOptions};
 use crate::preflight::Preflight;
-use crate::report::{KeptCheckpoint, ProtectEnd, ProtectReport};
+use crate::report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
 use crate::series::{Kept, Series};
 
 /// How long undoing may take: COLO, or a migration, has to end first.
@@ -44,6 +46,8 @@ pub struct ProtectRequest<'a> {
     pub watch: JobContext<'a>,
     /// The gates that hold the VM's output back. Without any it leaves before the checkpoint that knows of it.
     pub gates: &'a [&'a dyn OutputGate],
+    /// Called when the base counts, on the thread that receives.
+    pub began: &'a (dyn Fn(&KeptBase) + Sync),
     /// Called after each checkpoint, on the thread that receives: the next one waits for it.
     pub kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     /// Starts the watchdog of the job, and may decline; without one a keeper that is killed may leave the VM standing
@@ -68,19 +72,18 @@ impl fmt::Debug for ProtectRequest<'_> {
 /// VM runs and QEMU is as it was found, unless QEMU does not answer: the record stays in it then, and `limosa resume`
 /// finishes.
 pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectError> {
-    let ProtectRequest { monitor, directory, options, watch, gates, kept, start_watchdog } = request;
+    let ProtectRequest { monitor, directory, options, watch, gates, began, kept, start_watchdog } = request;
     let begun = Instant::now();
     JobRecord::expect_none(monitor)?;
     let vm = Preflight::check(monitor, options, gates.len())?;
+    let filters = options.filters.then(|| FilteredOutput::plan(monitor)).transpose()?;
+    let filtered: Vec<&dyn OutputGate> = filters.iter().map(|filters| filters as &dyn OutputGate).collect();
+    let gates = if filters.is_some() { filtered.as_slice() } else { gates };
     let signal = OutputSignal::new();
     let outputs = OutputGates::new(gates, &signal);
     let change = monitor.plan_settings(&vm.settings(options, options.paces(outputs)))?;
-    if let Some(missing) = change.unknown.iter().find(|name| ["x-colo", "x-checkpoint-delay"].contains(&name.as_str()))
-    {
-        return Err(ProtectError::Refused(format!("this QEMU was built without COLO (it does not know {missing})")));
-    }
+    options.method.check_known(&change)?;
     let base = CheckpointDirectory::open(directory)?.receive_base(options.store)?;
-    outputs.watch().map_err(ProtectError::Gate)?;
     let mut watchdog = start_watchdog()?;
     for server in options.disks.servers() {
         if let Some(watchdog) = &mut watchdog {
@@ -89,7 +92,8 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
         }
     }
     let record = JobRecord::new(JobKind::Protect, vm.manifest.id, directory, true, change.undo.clone());
-    let record = record.with_epochs(vm.disks.records());
+    let filter_ids = filters.as_ref().map(FilteredOutput::ids).unwrap_or_default();
+    let record = record.with_epochs(vm.disks.records()).with_filters(filter_ids);
     if let Err(error) = record.create(monitor) {
         if let Some(watchdog) = watchdog {
             let _ = watchdog.finish();
@@ -100,8 +104,9 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let pulse = Pulse::new();
     let (handle, notice) = (watch.handle, watch.notice);
     let Preflight { manifest, disks, .. } = vm;
-    let series = Series { monitor, options, handle, notice, kept, pulse: &pulse, outputs, disks: &disks };
-    let set = monitor.apply_settings(&change.set).map_err(ProtectError::from);
+    let series = Series { monitor, options, handle, notice, began, kept, pulse: &pulse, outputs, disks: &disks };
+    let watched = outputs.watch().map_err(ProtectError::Gate);
+    let set = watched.and_then(|()| options.method.apply(monitor, &change));
     let hang = options.stall_timeout.saturating_add(HANGS_AFTER);
     let heartbeat = || watchdog.as_mut().and_then(|watchdog| watchdog.heartbeat(hang).ok());
     let done = set.and_then(|()| Ok(disks.flush()?)).and_then(|()| run(series, base, manifest, heartbeat));
@@ -158,7 +163,16 @@ fn run(
     heartbeat: impl FnOnce() -> Option<Heartbeat>,
 ) -> Result<(Kept, Seen), ProtectError> {
     let Series { monitor, options, handle, pulse, outputs, .. } = series;
-    let (_directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
+    let (_directory, listener) = match &options.listen {
+        None => {
+            let (directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
+            (Some(directory), listener)
+        }
+        Some(uri) => (None, Listener::bind(uri, &Options::default())?),
+    };
+    if options.method == CheckpointMethod::Background {
+        return Ok(Background::new(series, &listener).keep(base, manifest));
+    }
     monitor.qmp().take_events()?;
     monitor.migrate(&listener.local_uri().to_string(), false)?;
     let channel = accept(monitor, handle, &listener)?;
@@ -183,7 +197,11 @@ fn run(
 }
 
 /// Waits until QEMU has connected.
-fn accept(monitor: &Monitor, handle: &limosa_migrate::Handle, listener: &Listener) -> Result<Channel, ProtectError> {
+pub(crate) fn accept(
+    monitor: &Monitor,
+    handle: &limosa_migrate::Handle,
+    listener: &Listener,
+) -> Result<Channel, ProtectError> {
     let begun = Instant::now();
     loop {
         match listener.accept(Some(ACCEPT_TICK)) {
@@ -246,7 +264,7 @@ fn why(end: Result<(), ProtectError>, seen: &Seen, options: &ProtectOptions) -> 
 }
 
 /// Whether the channel was cut, by this side or the other.
-fn is_cut(error: &MigrateError) -> bool {
+pub(crate) fn is_cut(error: &MigrateError) -> bool {
     match error {
         MigrateError::Channel(error) => error.is_closed() || error.is_timeout(),
         MigrateError::Stream(error) => matches!(error.kind(), limosa_stream::ErrorKind::Truncated { .. }),

@@ -10,7 +10,9 @@
 //! | the settings, QEMU's connection, the guard, the end | `keeper`, `guard` |
 //! | the turns of checkpoints and the store, on a thread of their own | `series` |
 //! | the gate that holds the VM's frames back until their checkpoint counts | [`gate`] |
-//! | what is counted | [`ProtectReport`], [`KeptCheckpoint`] |
+//! | checkpoints without COLO | `background` |
+//! | filters in QEMU, for a VM without gates | `filters` |
+//! | what is counted | [`ProtectReport`], [`KeptBase`], [`KeptCheckpoint`] |
 //!
 //! Facts found with QEMU 11.1 that it rests on: the VM stands still from the end of the base until its answer, and from
 //! REPLY to LOADED; the command `x-colo-lost-heartbeat` ends both; a cancel does not.
@@ -36,6 +38,7 @@
 //!     options: &ProtectOptions::default(),
 //!     watch: JobContext::new(&handle, &notice),
 //!     gates: &[],
+//!     began: &|_| {},
 //!     kept: &kept,
 //!     start_watchdog: &|| Ok(None),
 //! })?;
@@ -44,7 +47,9 @@
 //! ```
 
 mod aside;
+mod background;
 mod error;
+mod filters;
 pub mod gate;
 mod guard;
 mod keeper;
@@ -58,8 +63,8 @@ mod times;
 
 pub use error::ProtectError;
 pub use keeper::{ProtectRequest, protect};
-pub use options::{CheckpointTiming, ProtectDisks, ProtectOptions};
-pub use report::{KeptCheckpoint, ProtectEnd, ProtectReport};
+pub use options::{CheckpointMethod, CheckpointTiming, ProtectDisks, ProtectOptions};
+pub use report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
 pub use times::Percentiles;
 
 /// The example of the README, compiled.

@@ -3,8 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use limosa_channel::Uri;
 use limosa_migrate::output::OutputGates;
+use limosa_qemu::explain_background_refusal;
+use limosa_qemu::monitor::{Monitor, SettingChange};
 use limosa_snapshot::CheckpointOptions;
+
+use crate::error::ProtectError;
 
 /// Treatment of the VM's writable disks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +28,41 @@ impl ProtectDisks {
         match self {
             Self::Served(servers) => servers,
             Self::Ignore => &[],
+        }
+    }
+}
+
+/// How QEMU makes checkpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum CheckpointMethod {
+    /// Its COLO: only pages that have changed come, and the VM waits until they are here.
+    #[default]
+    Colo,
+    /// Background snapshots: all of the VM comes each time, while it runs. For a QEMU without a COLO that works.
+    Background,
+}
+
+impl CheckpointMethod {
+    /// Refuses a QEMU that does not know the settings which it needs.
+    pub(crate) fn check_known(self, change: &SettingChange) -> Result<(), ProtectError> {
+        let missing = |needed: &[&str]| change.unknown.iter().find(|name| needed.contains(&name.as_str()));
+        match self {
+            Self::Colo => missing(&["x-colo", "x-checkpoint-delay"]).map_or(Ok(()), |missing| {
+                let why = format!("this QEMU was built without COLO (it does not know {missing})");
+                Err(ProtectError::ColoUnusable(why))
+            }),
+            Self::Background => missing(&["background-snapshot"])
+                .map_or(Ok(()), |_| Err(ProtectError::Refused("this QEMU has no background snapshots".into()))),
+        }
+    }
+
+    /// Changes QEMU's settings.
+    pub(crate) fn apply(self, monitor: &Monitor, change: &SettingChange) -> Result<(), ProtectError> {
+        let applied = monitor.apply_settings(&change.set);
+        match self {
+            Self::Colo => Ok(applied?),
+            Self::Background => Ok(applied.map_err(explain_background_refusal)?),
         }
     }
 }
@@ -59,13 +99,19 @@ impl CheckpointTiming {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProtectOptions {
+    /// How checkpoints are made.
+    pub method: CheckpointMethod,
     /// Time from one checkpoint to the next.
     pub every: CheckpointTiming,
     /// How long the VM may stand still for a checkpoint that makes no progress. After it COLO is ended, and the VM
     /// continues without protection.
     pub stall_timeout: Duration,
+    /// Where QEMU connects; `None`: in a private directory, which takes a QEMU on this host that sees it.
+    pub listen: Option<Uri>,
     /// Bytes of a checkpoint's pages that wait in memory until the VM continues; more is stored while it stands still.
     pub buffer: u64,
+    /// Whether output is held back by filters in QEMU, for a VM that was not prepared with gates.
+    pub filters: bool,
     /// Treatment of disks.
     pub disks: ProtectDisks,
     /// How checkpoints are kept.
@@ -84,9 +130,12 @@ impl Default for ProtectOptions {
     /// survive the end of any process.
     fn default() -> Self {
         Self {
+            method: CheckpointMethod::Colo,
             every: CheckpointTiming::Period(Duration::from_millis(100)),
             stall_timeout: Duration::from_secs(2),
+            listen: None,
             buffer: 128 << 20,
+            filters: false,
             disks: ProtectDisks::Served(Vec::new()),
             store: CheckpointOptions::default(),
         }

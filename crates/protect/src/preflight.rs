@@ -2,16 +2,22 @@
 
 use std::time::Duration;
 
-use limosa_qemu::EpochDisks;
 use limosa_qemu::monitor::{Device, Monitor, NetworkBackend, RunState, Settings};
 use limosa_qemu::qmp::Version;
+use limosa_qemu::{EpochDisks, background_settings};
 use limosa_snapshot::{Manifest, Transport};
 
 use crate::error::ProtectError;
-use crate::options::{ProtectDisks, ProtectOptions};
+use crate::options::{CheckpointMethod, CheckpointTiming, ProtectDisks, ProtectOptions};
 
 /// How long QEMU may take to finish with an earlier migration.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Shortest time between background snapshots.
+const SHORTEST_IN_BACKGROUND: Duration = Duration::from_secs(1);
+
+/// Longest time between checkpoints with filters, which let output go by themselves after 71 minutes.
+const LONGEST_WITH_FILTERS: Duration = Duration::from_secs(3600);
 
 /// The first QEMU whose COLO works under TCG. Fact: before it the first checkpoint hangs QEMU for good.
 const FIRST_WITH_TCG: Version = Version::new(11, 1, 0);
@@ -38,7 +44,10 @@ impl Preflight {
     pub(crate) fn check(monitor: &Monitor, options: &ProtectOptions, gates: usize) -> Result<Self, ProtectError> {
         let refused = |why: String| Err(ProtectError::Refused(why));
         let (version, kvm) = (monitor.version(), monitor.has_kvm()?);
-        check_version(version, kvm)?;
+        match options.method {
+            CheckpointMethod::Colo => check_version(version, kvm)?,
+            CheckpointMethod::Background => check_timing(options.every)?,
+        }
         let status = monitor.status()?;
         if status.state != RunState::Running {
             return refused(format!("the VM does not run ({}): a checkpoint would start it", status.state));
@@ -67,9 +76,21 @@ impl Preflight {
         let mut manifest = Manifest::new();
         let disks = match &options.disks {
             ProtectDisks::Served(servers) if servers.is_empty() => refuse_disks(monitor, &devices)?,
+            ProtectDisks::Served(_) if options.method == CheckpointMethod::Background => {
+                return refused("disks cannot be sealed at the instant of a background snapshot".into());
+            }
             ProtectDisks::Served(servers) => EpochDisks::find(monitor, servers, manifest.id)?,
             ProtectDisks::Ignore => EpochDisks::default(),
         };
+        if options.filters && gates > 0 {
+            return refused("output is held by gates or by filters, and not by both".into());
+        }
+        if options.filters && options.every.is_by_output() {
+            return refused("filters do not say when something wants to leave: a period is needed".into());
+        }
+        if options.filters && options.every.longest() >= LONGEST_WITH_FILTERS {
+            return refused("filters hold output for at most an hour, so checkpoints must be made more often".into());
+        }
         if gates > 0 {
             check_gates(&monitor.network_backends()?, gates)?;
         }
@@ -86,6 +107,9 @@ impl Preflight {
     /// How QEMU must be set: what COLO needs is on, and everything that would give the stream another form is off.
     /// With `paced_here` it asks for checkpoints all the time, and is answered when one is due.
     pub(crate) fn settings(&self, options: &ProtectOptions, paced_here: bool) -> Settings {
+        if options.method == CheckpointMethod::Background {
+            return background_settings();
+        }
         let every = if paced_here { Duration::ZERO } else { options.every.longest() };
         // 0 would starve the guest's timers.
         let every = u64::try_from(every.as_millis()).unwrap_or(u64::MAX).max(1);
@@ -150,6 +174,19 @@ fn check_gates(networks: &[NetworkBackend], gates: usize) -> Result<(), ProtectE
     Ok(())
 }
 
+/// Refuses times that background snapshots cannot keep.
+fn check_timing(every: CheckpointTiming) -> Result<(), ProtectError> {
+    let refused = |why: String| Err(ProtectError::Refused(why));
+    if every.is_by_output() {
+        return refused("a background snapshot takes too long to be made when something wants to leave".into());
+    }
+    if every.longest() < SHORTEST_IN_BACKGROUND {
+        let shortest = SHORTEST_IN_BACKGROUND.as_secs();
+        return refused(format!("background snapshots need a period of at least {shortest} s: each has all of the VM"));
+    }
+    Ok(())
+}
+
 /// Refuses a QEMU whose COLO does not work.
 fn check_version(version: Version, kvm: bool) -> Result<(), ProtectError> {
     let works = if kvm {
@@ -162,7 +199,7 @@ fn check_version(version: Version, kvm: bool) -> Result<(), ProtectError> {
     }
     let accelerator = if kvm { "KVM" } else { "TCG" };
     let needed = if kvm { "10.0.7 and newer of 10.0, or 10.2" } else { "11.1" };
-    Err(ProtectError::Refused(format!(
+    Err(ProtectError::ColoUnusable(format!(
         "QEMU {version} cannot make checkpoints under {accelerator}: its COLO does not work; {needed} or newer is needed"
     )))
 }
@@ -170,7 +207,6 @@ fn check_version(version: Version, kvm: bool) -> Result<(), ProtectError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::CheckpointTiming;
 
     #[test]
     fn a_qemu_whose_colo_does_not_work_is_refused_by_version_and_accelerator() {
@@ -192,6 +228,15 @@ mod tests {
         }
         let refused = check_version(Version::new(10, 0, 2), false).unwrap_err().to_string();
         assert!(refused.contains("10.0.2") && refused.contains("TCG") && refused.contains("11.1"), "{refused}");
+    }
+
+    #[test]
+    fn background_snapshots_have_periods_of_seconds() {
+        let second = Duration::from_secs(1);
+        assert!(check_timing(CheckpointTiming::Period(second)).is_ok());
+        for every in [CheckpointTiming::Period(second / 2), CheckpointTiming::Output { at_most: second }] {
+            assert!(check_timing(every).is_err(), "{every:?}");
+        }
     }
 
     #[test]

@@ -9,6 +9,18 @@ use limosa_snapshot::Checkpoint;
 use crate::error::ProtectError;
 use crate::times::{Percentiles, Times};
 
+/// The base of a series, which counts: the VM is protected from here on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KeptBase {
+    /// The snapshot file.
+    pub path: PathBuf,
+    /// Bytes of page contents that came for it.
+    pub bytes: u64,
+    /// From QEMU's connection until it counted.
+    pub elapsed: Duration,
+}
+
 /// A checkpoint that counts.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -29,6 +41,14 @@ pub struct KeptCheckpoint {
     pub stored: Checkpoint,
     /// Output that was held back in the series until the checkpoint before it; `None` if output is free.
     pub output: Option<OutputCounters>,
+}
+
+impl KeptCheckpoint {
+    /// Age of the VM's state in it when it counted: the pause, and the time for storing it.
+    #[must_use]
+    pub fn lag(&self) -> Duration {
+        self.pause.saturating_add(self.commit)
+    }
 }
 
 /// How a protection ended.

@@ -26,12 +26,12 @@ use crate::aside::{Aside, Waiting};
 use crate::error::ProtectError;
 use crate::guard::Pulse;
 use crate::options::ProtectOptions;
-use crate::report::{KeptCheckpoint, Tally};
+use crate::report::{KeptBase, KeptCheckpoint, Tally};
 
 /// Pages that the store copies before it looks for a stop.
-const CATCH_UP_PAGES: u64 = 8192;
+pub(crate) const CATCH_UP_PAGES: u64 = 8192;
 /// How often a VM that was stopped by someone else is looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Everything that a series needs.
 #[derive(Clone, Copy)]
@@ -40,6 +40,7 @@ pub(crate) struct Series<'a> {
     pub(crate) options: &'a ProtectOptions,
     pub(crate) handle: &'a Handle,
     pub(crate) notice: &'a (dyn Fn(&str) + Sync),
+    pub(crate) began: &'a (dyn Fn(&KeptBase) + Sync),
     pub(crate) kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     pub(crate) pulse: &'a Pulse,
     pub(crate) outputs: OutputGates<'a>,
@@ -59,8 +60,13 @@ pub(crate) struct Kept {
 impl Series<'_> {
     /// Keeps what comes on `channel` until it ends.
     pub(crate) fn keep(self, channel: Channel, base: CheckpointBase, manifest: Manifest) -> Kept {
+        self.conclude(|kept| self.run(channel, base, manifest, kept))
+    }
+
+    /// Runs a series, and ends that of its output.
+    pub(crate) fn conclude(self, run: impl FnOnce(&mut Kept) -> Result<(), ProtectError>) -> Kept {
         let mut kept = Kept { tally: Tally::new(), newest: None, end: Ok(()) };
-        kept.end = self.run(channel, base, manifest, &mut kept);
+        kept.end = run(&mut kept);
         let aborted = self.outputs.abort(kept.tally.checkpoints + 1).map_err(ProtectError::Gate);
         kept.tally.output = self.outputs.counters();
         if kept.end.is_ok() {
@@ -78,6 +84,7 @@ impl Series<'_> {
         mut manifest: Manifest,
         kept: &mut Kept,
     ) -> Result<(), ProtectError> {
+        let begun = Instant::now();
         let options = DestinationOptions { colo: true, ..DestinationOptions::default() };
         let received = Destination::new(&mut base, channel, self.handle).options(options).run()?;
         let mut checkpoints = received.into_checkpoints()?;
@@ -96,7 +103,8 @@ impl Series<'_> {
         let mut pair = base.finish(&checkpoints.base().tail, manifest)?;
         kept.newest = Some(pair.newest().path.clone());
         self.outputs.commit(0).map_err(ProtectError::Gate)?;
-        tracing::info!("checkpoint 0 counts: {}", pair.newest().path.display());
+        let bytes = self.handle.progress.read().bytes;
+        (self.began)(&KeptBase { path: pair.newest().path.clone(), bytes, elapsed: begun.elapsed() });
         let mut before = None;
         let mut waiting = Waiting::new(self.options.buffer);
         loop {
@@ -177,7 +185,7 @@ impl Series<'_> {
 
     /// Waits until the VM runs: a checkpoint would start one that was stopped. QEMU waits for its reply meanwhile, and
     /// nothing else does.
-    fn wait_running(self) -> Result<(), ProtectError> {
+    pub(crate) fn wait_running(self) -> Result<(), ProtectError> {
         let mut noticed = false;
         loop {
             let state = self.monitor.status()?.state;
@@ -199,7 +207,8 @@ impl Series<'_> {
         if self.pulse.is_let_go() { Err(MigrateError::Cancelled.into()) } else { Ok(()) }
     }
 
-    fn check_stop(self) -> Result<(), ProtectError> {
+    /// Fails if the job was told to stop.
+    pub(crate) fn check_stop(self) -> Result<(), ProtectError> {
         // A stop is deferred as long as the channel is needed to let the VM go, which it is not between turns.
         match self.handle.control.stop_requested() {
             Some(stop) => Err(MigrateError::from(stop).into()),

@@ -35,8 +35,9 @@ impl MappedVmArgs {
                         What only loading can tell is listed as \"may\" and does not count."
 )]
 pub(crate) struct InspectArgs {
-    /// A snapshot, a file that a migration stream was recorded into, or a libvirt save image
-    #[arg(value_name = "SNAPSHOT|STREAM")]
+    /// A snapshot, a file that a migration stream was recorded into, a libvirt save image, or the directory of a
+    /// protected VM's checkpoints
+    #[arg(value_name = "SNAPSHOT|STREAM|DIR")]
     pub(crate) file: PathBuf,
 
     /// SNAPSHOT is a qcow2 image: look into the VM that was saved with this internal snapshot (QEMU's savevm). Its id

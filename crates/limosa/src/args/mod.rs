@@ -40,7 +40,9 @@ pub(crate) use import::{ExportArgs, ImportArgs};
 pub(crate) use inspect::{InspectArgs, MappedVmArgs};
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
-pub(crate) use protect::{DurableArg, FailoverArgs, GateArgs, KeepArgs, ProtectArgs, ProtectCommand, ProtectDisksArg};
+pub(crate) use protect::{
+    DurableArg, FailoverArgs, GateArgs, KeepArgs, MethodArg, OutputArg, ProtectArgs, ProtectCommand, ProtectDisksArg,
+};
 pub(crate) use receive::ReceiveArgs;
 pub(crate) use restore::{
     HowArgs, MemoryArg, RestoreArgs, ResumeArgs, RunStateArgs, SetClockArg, ZeroPageDetectionArg,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
+use limosa_channel::Uri;
 use limosa_console::parse;
 use limosa_protect::CheckpointTiming;
 use limosa_protect::gate::NetworkAddress;
@@ -61,6 +62,17 @@ pub(crate) enum ProtectDisksArg {
 pub(crate) enum OutputArg {
     /// It leaves at once: after a failover others may have seen what the VM does not know
     Free,
+    /// Filters in QEMU hold it back, for a VM without gates. Frames beyond 10,000 between two checkpoints, and those of
+    /// a checkpoint that counts, may be lost with the VM
+    Filter,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum MethodArg {
+    /// COLO: the VM stops until its changed pages are received, many times a second
+    Colo,
+    /// Background snapshots of the whole VM, for a QEMU without a COLO that works: every few seconds
+    Background,
 }
 
 #[derive(Debug, Args)]
@@ -73,9 +85,19 @@ pub(crate) struct KeepArgs {
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
 
+    /// How QEMU makes checkpoints
+    #[arg(long, value_enum, default_value_t = MethodArg::Colo)]
+    pub(crate) via: MethodArg,
+
     /// Time between checkpoints, at least 1 ms; event, or event:TIME: as soon as a gate holds output, and at the latest
-    /// after TIME (1s)
-    #[arg(long, value_name = "TIME", value_parser = parse_timing, default_value = "100ms")]
+    /// after TIME (1s). With --via background at least 1s, and 5s by default
+    #[arg(
+        long,
+        value_name = "TIME",
+        value_parser = parse_timing,
+        default_value = "100ms",
+        default_value_if("via", "background", "5s")
+    )]
     pub(crate) every: CheckpointTiming,
 
     /// Hold network output back until its checkpoint counts, by the gate at this socket (see `limosa protect gate`).
@@ -83,7 +105,7 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path))]
     pub(crate) gate: Vec<PathBuf>,
 
-    /// Treatment of output; free without --gate
+    /// Treatment of network output without --gate
     #[arg(long, value_enum, conflicts_with = "gate")]
     pub(crate) output: Option<OutputArg>,
 
@@ -103,13 +125,26 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "2s")]
     pub(crate) stall_timeout: Duration,
 
-    /// Create a QMP-like socket here to monitor and control the job (`query-migrate`, `migrate_cancel`, ...)
+    /// The address at which limosa listens and QEMU connects, unix:PATH or tcp:HOST:PORT, for a QEMU in a container or
+    /// on another host. By default a private directory
+    #[arg(long, value_name = "URI")]
+    pub(crate) listen: Option<Uri>,
+
+    /// Create a QMP-like socket here to monitor and control the job (`query-protect`, `migrate_cancel`, ...)
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
+
+    /// Serve metrics in Prometheus' text format here, over HTTP: GET /metrics at unix:PATH or tcp:HOST:PORT
+    #[arg(long, value_name = "URI")]
+    pub(crate) metrics: Option<Uri>,
 
     /// Print one JSON object on stdout when done
     #[arg(long)]
     pub(crate) json: bool,
+
+    /// Print a JSON object a line on stdout for the base, for each checkpoint and for the end
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) events: bool,
 }
 
 #[derive(Debug, Args)]
@@ -156,7 +191,7 @@ pub(crate) struct GateArgs {
 /// Parses a time, or `event` with the longest time.
 fn parse_timing(text: &str) -> Result<CheckpointTiming, String> {
     const AT_MOST: Duration = Duration::from_secs(1);
-    let time = |text| parse::time(text).map_err(|error| format!("{error}; or event or event:TIME"));
+    let time = |text| parse::time_with_unit(text).map_err(|error| format!("{error}; or event or event:TIME"));
     match text.split_once(':') {
         None if text == "event" => Ok(CheckpointTiming::Output { at_most: AT_MOST }),
         Some(("event", longest)) => Ok(CheckpointTiming::Output { at_most: time(longest)? }),
@@ -211,7 +246,7 @@ mod tests {
         ] {
             assert_eq!(parse_timing(text), Ok(timing), "{text}");
         }
-        for text in ["events", "event:", "event:0", "0", "", "1s:event"] {
+        for text in ["events", "event:", "event:0", "0", "", "1s:event", "100", "event:1"] {
             assert!(parse_timing(text).is_err(), "{text}");
         }
     }

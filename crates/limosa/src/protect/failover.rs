@@ -30,7 +30,7 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         let ended = Command::new("sh").arg("-c").arg(command).status().context("cannot run the fence command")?;
         if !ended.success() {
             let command = command.to_string_lossy();
-            bail!("the fence command failed ({ended}), so the protected VM may still run: {command}");
+            bail!("`{command}`, the fence command, failed ({ended}): the protected VM may still run");
         }
     }
     let directory = newest(&args.directory)?;

@@ -16,11 +16,15 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::low_level::pipe;
 
 use crate::args::GateArgs;
+use crate::usage::misused;
 
 /// How long a gate may take for an answer: it does nothing that waits.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: &GateArgs) -> anyhow::Result<ExitCode> {
+    if args.socket == args.listen {
+        misused(format_args!("--listen {}: must be another socket than that of the gate", args.listen.display()));
+    }
     let mut options = GateOptions::default();
     options.limit = args.limit;
     options.grace = args.grace;

@@ -4,8 +4,8 @@ use std::io::IsTerminal as _;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use limosa_console::quantity;
-use limosa_protect::KeptCheckpoint;
+use limosa_console::{quantity, say};
+use limosa_protect::{KeptBase, KeptCheckpoint};
 use parking_lot::Mutex;
 
 /// A line that is drawn until it is dropped.
@@ -26,20 +26,32 @@ impl StatusLine {
         Self { bar, every, longest: Mutex::default() }
     }
 
+    /// Says that the VM is protected.
+    pub(super) fn begin(&self, base: &KeptBase) {
+        let path = base.path.display();
+        let (bytes, elapsed) = (quantity::bytes(base.bytes), quantity::time(base.elapsed));
+        let say = || say!("limosa: the VM is protected: {path} counts ({bytes} received in {elapsed})");
+        match &self.bar {
+            Some(bar) => bar.suspend(say),
+            None => say(),
+        }
+    }
+
     /// Shows the newest checkpoint.
     pub(super) fn update(&self, kept: &KeptCheckpoint) {
         let Some(bar) = &self.bar else { return };
         let mut longest = self.longest.lock();
         *longest = longest.max(kept.pause);
         bar.set_message(format!(
-            "checkpoint {}: every {}, pause {} ({} at most), {} pages, {}{}",
+            "checkpoint {}: every {}, pause {} ({} at most), {} pages, {}, lag {}{}",
             kept.number,
             quantity::time(kept.period.unwrap_or(self.every)),
             quantity::time(kept.pause),
             quantity::time(*longest),
             quantity::count(kept.stored.pages.contents),
             quantity::bytes(kept.bytes),
-            kept.output.as_ref().map_or_else(String::new, |output| format!(
+            quantity::time(kept.lag()),
+            kept.output.filter(|output| output.held_packets > 0).map_or_else(String::new, |output| format!(
                 ", {} frames held for {}",
                 quantity::count(output.held_packets),
                 quantity::time(output.median_hold)

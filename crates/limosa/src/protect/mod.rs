@@ -1,24 +1,33 @@
 //! `limosa protect`.
 
 mod failover;
+mod figures;
 mod gate;
 mod line;
+mod metrics;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
+use limosa_channel::Uri;
 use limosa_console::{error_line, print_out, quantity, say};
 use limosa_control::JobKind;
 use limosa_migrate::output::{OutputCounters, OutputGate};
-use limosa_page::PAGE_SIZE;
-use limosa_protect::{Percentiles, ProtectDisks, ProtectEnd, ProtectOptions, ProtectReport, ProtectRequest, protect};
+use limosa_protect::{
+    CheckpointMethod, Percentiles, ProtectDisks, ProtectEnd, ProtectOptions, ProtectReport, ProtectRequest, protect,
+};
 use limosa_qemu::Watchdog;
+use limosa_qemu::monitor::Monitor;
 use limosa_snapshot::Durability;
+use limosa_socket::SocketAccess;
 use serde_json::{Value, json};
 
-use crate::args::{DurableArg, KeepArgs, ProtectArgs, ProtectCommand, ProtectDisksArg};
+use crate::args::{DurableArg, KeepArgs, MethodArg, OutputArg, ProtectArgs, ProtectCommand, ProtectDisksArg};
 use crate::job::{self, JobHandles};
+use crate::metrics::{self as server, Metrics};
 use crate::usage::misused;
+use figures::Figures;
 use line::StatusLine;
 
 pub(crate) fn run(args: ProtectArgs, verbose: u8) -> anyhow::Result<ExitCode> {
@@ -36,9 +45,17 @@ fn keep(args: &KeepArgs) -> anyhow::Result<ExitCode> {
     if args.every.is_by_output() && gates.is_empty() {
         misused("--every event needs --gate: nothing else says when output wants to leave");
     }
+    job::check_listen(args.listen.as_ref())?;
     let monitor = job::connect(&args.qmp)?;
+    if gates.is_empty() && args.output.is_none() {
+        warn_of_free_output(&monitor)?;
+    }
+    let filters = args.output == Some(OutputArg::Filter);
+    let figures = Figures::new(args.directory.clone(), filters)?;
     // The VM stays QEMU's, and the job can be cancelled at any moment, as a save can.
-    let handles = JobHandles::with_socket(args.control.as_deref(), JobKind::Save, "protecting", true)?;
+    let commands = Arc::clone(&figures);
+    let handles = JobHandles::with_commands(args.control.as_deref(), JobKind::Save, commands)?;
+    let _metrics = args.metrics.as_ref().map(|uri| serve_metrics(uri, &figures)).transpose()?;
     let line = StatusLine::show(args.every.longest());
     let report = protect(ProtectRequest {
         monitor: &monitor,
@@ -46,14 +63,31 @@ fn keep(args: &KeepArgs) -> anyhow::Result<ExitCode> {
         options: &options(args),
         watch: handles.watch(),
         gates: &gates,
-        kept: &|kept| line.update(kept),
+        began: &|base| {
+            figures.began();
+            line.begin(base);
+            if args.events {
+                print_out!("{}", figures::base(base));
+            }
+        },
+        kept: &|kept| {
+            figures.kept(kept);
+            line.update(kept);
+            if args.events {
+                print_out!("{}", figures.checkpoint(kept));
+            }
+        },
         start_watchdog: &|| Ok(Some(Watchdog::spawn(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp())?)),
     });
     drop(line);
     let report = report.context("not protected")?;
-    tell(&report, args.output.is_some());
-    if args.json {
-        print_out!("{}", object(&report));
+    tell(&report, args.output);
+    if args.json || args.events {
+        let mut ended = object(&report, &figures);
+        if let (true, Some(ended)) = (args.events, ended.as_object_mut()) {
+            ended.insert("event".into(), "ended".into());
+        }
+        print_out!("{ended}");
     }
     match report.end {
         ProtectEnd::Failed(error) => {
@@ -64,8 +98,35 @@ fn keep(args: &KeepArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// Says which networks of a VM are not held back, before anything is changed.
+fn warn_of_free_output(monitor: &Monitor) -> anyhow::Result<()> {
+    let networks: Vec<String> = monitor.network_backends()?.into_iter().map(|network| network.id).collect();
+    if !networks.is_empty() {
+        say!(
+            "limosa: output of the VM's networks ({}) is not held back: after a failover others may have seen what the VM \
+             does not know; hold it with --gate, or say --output free",
+            networks.join(", ")
+        );
+    }
+    Ok(())
+}
+
+/// Serves the figures to Prometheus.
+fn serve_metrics(uri: &Uri, figures: &Arc<Figures>) -> anyhow::Result<Metrics> {
+    let listener = server::bind(uri, SocketAccess::default())?;
+    say!("limosa: metrics at {}", listener.local_uri());
+    let figures = Arc::clone(figures);
+    Metrics::serve(listener, move || metrics::page(&figures))
+}
+
 fn options(args: &KeepArgs) -> ProtectOptions {
     let mut options = ProtectOptions::default();
+    options.listen.clone_from(&args.listen);
+    options.filters = args.output == Some(OutputArg::Filter);
+    options.method = match args.via {
+        MethodArg::Colo => CheckpointMethod::Colo,
+        MethodArg::Background => CheckpointMethod::Background,
+    };
     options.every = args.every;
     options.stall_timeout = args.stall_timeout;
     options.disks = match args.disks {
@@ -80,11 +141,14 @@ fn options(args: &KeepArgs) -> ProtectOptions {
 }
 
 /// Prints what was held back.
-fn tell_output(output: Option<&OutputCounters>, free: bool) {
-    let Some(output) = output else {
-        let advice = if free { "" } else { ": others may have seen what a failover does not know (use --gate)" };
-        say!("  output: free{advice}");
-        return;
+fn tell_output(output: Option<&OutputCounters>, treatment: Option<OutputArg>) {
+    let output = match (output, treatment) {
+        (_, Some(OutputArg::Filter)) => return say!("  output: held by filters in QEMU, which do not count it"),
+        (None, Some(OutputArg::Free)) => return say!("  output: free"),
+        (None, None) => {
+            return say!("  output: free: others may have seen what a failover does not know (use --gate)");
+        }
+        (Some(output), _) => output,
     };
     let lost = [
         (output.aborted_packets, "without a checkpoint"),
@@ -106,21 +170,21 @@ fn tell_output(output: Option<&OutputCounters>, free: bool) {
     );
 }
 
-/// Prints the counters. `free`: output was to be free.
-fn tell(report: &ProtectReport, free: bool) {
+/// Prints the counters.
+fn tell(report: &ProtectReport, treatment: Option<OutputArg>) {
     let ended = match &report.end {
-        ProtectEnd::Asked => "as was asked".to_owned(),
-        ProtectEnd::VmEnded => "with the VM".to_owned(),
-        ProtectEnd::Failed(error) => error_line(error),
-        other => format!("{other:?}"),
+        ProtectEnd::Asked => "ended when asked to".to_owned(),
+        ProtectEnd::VmEnded => "ended with the VM".to_owned(),
+        ProtectEnd::Failed(error) => format!("failed: {}", error_line(error)),
+        other => format!("ended: {other:?}"),
     };
     say!(
-        "kept {} checkpoints in {}, ended {ended}; the VM is {}",
+        "kept {} checkpoints in {}, {ended}; the VM is {}",
         quantity::count(report.checkpoints),
         quantity::time(report.elapsed),
         report.vm_state
     );
-    tell_output(report.output.as_ref(), free);
+    tell_output(report.output.as_ref(), treatment);
     if report.checkpoints == 0 {
         return;
     }
@@ -140,7 +204,7 @@ fn tell(report: &ProtectReport, free: bool) {
     );
 }
 
-fn object(report: &ProtectReport) -> Value {
+fn object(report: &ProtectReport, figures: &Figures) -> Value {
     let times = |times: Percentiles| {
         json!({
             "median_ms": quantity::millis(times.median),
@@ -164,8 +228,8 @@ fn object(report: &ProtectReport) -> Value {
         "pause": times(report.pauses),
         "period": times(report.periods),
         "pages": { "contents": report.pages, "unchanged": report.equal_pages, "zero": report.zero_pages },
-        "written_bytes": (report.pages - report.equal_pages.min(report.pages)).saturating_mul(PAGE_SIZE),
+        "written_bytes": figures::written(report.pages, report.equal_pages),
         "received_bytes": report.bytes,
-        "output": report.output.as_ref().map_or_else(|| json!("free"), gate::held),
+        "output": figures.output(report.output.as_ref()),
     })
 }
