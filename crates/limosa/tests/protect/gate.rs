@@ -4,6 +4,7 @@
 //! once and in its order, through all failovers: one that came twice or was skipped is one that a survivor did not know
 //! of, or that was lost with a checkpoint that counts.
 
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,21 +23,23 @@ const WORLD_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 
 /// A scene whose VM has a network card, and its network.
 fn scene() -> (Scene, Outside) {
-    let scene = Scene::of(|folder| {
-        let socket = folder.join("vm.net");
-        Machine::linux(LinuxGuest::default())
-            .series(Series::Newest)
-            .argument("-netdev")
-            .argument(&format!("stream,id=n0,server=off,addr.type=unix,addr.path={},reconnect-ms=50", socket.display()))
-            .argument("-device")
-            .argument("virtio-net-pci,netdev=n0,mac=02:00:00:00:00:02,romfile=")
-    });
+    let machine = Machine::linux(LinuxGuest::default()).series(Series::Newest);
+    let scene = Scene::of(|folder| connected(machine, &folder.join("vm.net")));
     let outside = Outside::listen(&scene.path("world.net"));
     (scene, outside)
 }
 
+/// The machine with a network card whose back end connects to this socket.
+pub(crate) fn connected(machine: Machine, socket: &Path) -> Machine {
+    machine
+        .argument("-netdev")
+        .argument(&format!("stream,id=n0,server=off,addr.type=unix,addr.path={},reconnect-ms=50", socket.display()))
+        .argument("-device")
+        .argument("virtio-net-pci,netdev=n0,mac=02:00:00:00:00:02,romfile=")
+}
+
 /// Starts the guest; it sends a number about every 20 ms.
-fn counting_guest(scene: &Scene) -> Vm {
+pub(crate) fn counting(scene: &Scene) -> Vm {
     let vm = scene.machine.start().unwrap();
     vm.wait_counts(2).unwrap();
     let lines = [
@@ -66,7 +69,7 @@ fn without_a_gate_the_world_has_seen_what_the_survivor_does_not_know() {
     needs_newest_qemu!();
     let (scene, outside) = scene();
     let _gate = scene.gate(&[]);
-    let vm = counting_guest(&scene);
+    let vm = counting(&scene);
     let keeper = scene.protect(&vm, &["--every", "3s", "--output", "free"]);
     scene.wait_checkpoint(1, &keeper);
     outside.wait_counts(10);
@@ -97,7 +100,7 @@ fn a_network_without_a_gate_and_a_gate_without_a_network_are_refused() {
 }
 
 /// Loads the newest checkpoint in another QEMU.
-fn survivor(scene: &Scene) -> Vm {
+pub(crate) fn survivor(scene: &Scene) -> Vm {
     let vm = scene.machine.start_incoming().unwrap();
     vm.load_file(&scene.checkpoint(), 0).unwrap();
     vm.wait_run_state("running", SOON).unwrap();
@@ -119,7 +122,7 @@ fn nothing_is_seen_outside_that_the_survivor_does_not_know_whenever_the_vm_is_ki
     needs_newest_qemu!();
     let (scene, outside) = scene();
     let gate = scene.gate(&["--json"]);
-    let mut vm = counting_guest(&scene);
+    let mut vm = counting(&scene);
     outside.wait_counts(3);
     let rounds = [("20ms", 3), ("50ms", 131), ("event", 57), ("event", 210), ("100ms", 88)];
     for (every, moment) in rounds {
@@ -157,7 +160,7 @@ fn output_waits_for_its_checkpoint_and_input_does_not() {
     needs_newest_qemu!();
     let (scene, outside) = scene();
     let gate = scene.gate(&[]);
-    let vm = counting_guest(&scene);
+    let vm = counting(&scene);
     let keeper = protect(&scene, &vm, &["--every", "600ms"]);
     // An answer leaves with the next checkpoint; an epoch later its wait has begun right behind one.
     let mut longest = Duration::ZERO;
@@ -186,7 +189,7 @@ fn with_every_event_a_checkpoint_is_made_when_something_wants_to_leave() {
     needs_newest_qemu!();
     let (scene, outside) = scene();
     let _gate = scene.gate(&[]);
-    let vm = counting_guest(&scene);
+    let vm = counting(&scene);
     vm.shell("killall syslogd").unwrap();
     let keeper = protect(&scene, &vm, &["--every", "event:10s"]);
     let before = scene.newest().unwrap();
@@ -208,7 +211,7 @@ fn a_killed_keeper_gives_the_network_back_and_the_next_one_holds_it_again() {
     needs_newest_qemu!();
     let (scene, outside) = scene();
     let gate = scene.gate(&["--grace", "200ms"]);
-    let vm = counting_guest(&scene);
+    let vm = counting(&scene);
     let keeper = protect(&scene, &vm, &["--every", "100ms"]);
     let dog = watchdog(&keeper).unwrap();
     keeper.signal(Signal::KILL);
@@ -229,7 +232,7 @@ fn a_gate_that_ends_ends_the_protection_and_leaves_the_vm_running() {
     needs_newest_qemu!();
     let (scene, outside) = scene();
     let gate = scene.gate(&[]);
-    let vm = counting_guest(&scene);
+    let vm = counting(&scene);
     let keeper = protect(&scene, &vm, &["--every", "100ms"]);
     gate.signal(Signal::KILL);
     gate.wait();

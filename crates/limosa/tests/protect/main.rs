@@ -13,8 +13,11 @@ mod overlays;
 mod outside;
 mod scene;
 
+mod background;
 mod disks;
 mod ends;
 mod failover;
+mod filters;
 mod gate;
 mod refusals;
+mod seen;

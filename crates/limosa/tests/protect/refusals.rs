@@ -13,7 +13,11 @@ fn a_qemu_whose_colo_does_not_work_is_refused_by_its_version() {
     let scene = Scene::new();
     let vm = small().start().unwrap();
     let found = Found::of(&vm);
-    scene.protect(&vm, &[]).wait().one_line(&["cannot make checkpoints under TCG", "11.1 or newer is needed"]);
+    scene.protect(&vm, &[]).wait().one_line(&[
+        "cannot make checkpoints under TCG",
+        "11.1 or newer is needed",
+        "--via background",
+    ]);
     found.assert_same(&vm);
     assert!(!scene.kept().exists());
 }
@@ -57,6 +61,6 @@ fn a_failover_without_fencing_or_without_a_checkpoint_is_refused() {
     std::fs::create_dir(kept).unwrap();
     std::fs::write(scene.checkpoint(), "").unwrap();
     let fence = limosa(["protect", "failover", "--fence", "exit 3", kept, "--", "qemu-system-x86_64"]);
-    fence.one_line(&["the fence command failed", "exit 3"]);
+    fence.one_line(&["limosa: `exit 3`, the fence command, failed (exit status: 3)"]);
     assert_eq!(names(&scene.kept()), ["checkpoint.limosa"]);
 }
