@@ -1,11 +1,12 @@
 //! `cargo xtask demo`: a real Linux guest in stock QEMU is saved while it counts, and brought back: by QEMU itself,
-//! mapped and lazily by limosa, and then eight times at once.
+//! mapped and lazily by limosa, and then eight times at once. At the end a protected guest is killed, and continues.
 //!
 //! Law: no input, nothing left behind, and no claim without its evidence: the guest's own count continues, and the
 //! guest itself finds its data unchanged.
 
 mod clones;
 pub(crate) mod disk;
+mod protect;
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -81,7 +82,8 @@ pub(crate) fn run() -> Result<()> {
     row("all of its memory there", &|restored| restored.resident);
     drop([eager, mapped, lazy]);
 
-    clones::run(&limosa, &machine, &snapshot, &digest)
+    clones::run(&limosa, &machine, &snapshot, &digest)?;
+    protect::run(&limosa)
 }
 
 fn say(text: &str) {
