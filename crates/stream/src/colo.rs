@@ -19,12 +19,17 @@
 //! [`Decoder`](crate::Decoder) reads them behind [`next_checkpoint`](crate::Decoder::next_checkpoint). The device
 //! sections are FULL ones and the byte that ends them, without the description that a base has. Facts from the wire of
 //! QEMU 10.0 and 11.1.
+//!
+//! Two limosas have more to say to each other, in [notes](ColoMessage::Note) between the messages; neither sends them to
+//! another program.
 
 use crate::cursor::{Cursor, Stop};
 use crate::error::{ErrorKind, StreamError};
 
 /// Bytes of the longest message.
 pub const COLO_MESSAGE_LIMIT: usize = 12;
+/// Number of the note of kind 0: `LMS`, and the kind.
+const FIRST_NOTE: u32 = 0x4c4d_5300;
 
 /// A message of a checkpoint's turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,11 +48,18 @@ pub enum ColoMessage {
     VmstateReceived,
     /// 6, to the primary: the VM may continue.
     VmstateLoaded,
+    /// `0x4c4d5300` and the kind, from limosa to limosa: a number. Kinds that a reader does not know mean nothing to it.
+    Note {
+        /// The kind of number.
+        kind: u8,
+        /// The number.
+        value: u64,
+    },
 }
 
 impl ColoMessage {
     /// The message's number.
-    pub const fn number(self) -> u32 {
+    pub fn number(self) -> u32 {
         match self {
             Self::CheckpointReady => 0,
             Self::CheckpointRequest => 1,
@@ -56,14 +68,15 @@ impl ColoMessage {
             Self::VmstateSize(_) => 4,
             Self::VmstateReceived => 5,
             Self::VmstateLoaded => 6,
+            Self::Note { kind, .. } => FIRST_NOTE | u32::from(kind),
         }
     }
 
     /// Appends the message.
     pub fn encode(self, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.number().to_be_bytes());
-        if let Self::VmstateSize(size) = self {
-            out.extend_from_slice(&size.to_be_bytes());
+        if let Self::VmstateSize(value) | Self::Note { value, .. } = self {
+            out.extend_from_slice(&value.to_be_bytes());
         }
     }
 
@@ -99,10 +112,14 @@ impl ColoMessage {
             }
             5 => Self::VmstateReceived,
             6 => Self::VmstateLoaded,
-            number => {
-                let found = format_args!("{number:#x}").to_string();
-                return Err(Stop::Fail { at: 0, error_kind: ErrorKind::expected("a COLO message from 0 to 6", found) });
-            }
+            number => match number.to_be_bytes() {
+                [b'L', b'M', b'S', kind] => Self::Note { kind, value: cursor.be64()? },
+                _ => {
+                    let found = format_args!("{number:#x}").to_string();
+                    let error_kind = ErrorKind::expected("a COLO message from 0 to 6", found);
+                    return Err(Stop::Fail { at: 0, error_kind });
+                }
+            },
         })
     }
 }

@@ -46,7 +46,7 @@ use crate::pages::PageSink;
 use phase::{Package, Phase, Whole};
 use receiver::{Receiver, Role};
 
-pub use colo::{Checkpoint, CheckpointStats, Checkpoints, NextCheckpoint};
+pub use colo::{Checkpoint, CheckpointStats, Checkpoints, NextCheckpoint, NextState};
 pub(crate) use hooks::Hooks;
 pub use incoming::ReceivedStream;
 pub(crate) use incoming::{Broken, Ownership, PostcopySwitchover, Received, SourceNow};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::model::InOneLine;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Shutdown};
-use limosa_migrate::checkpoints::{Checkpoint, Checkpoints, NextCheckpoint};
+use limosa_migrate::checkpoints::{Checkpoint, Checkpoints, NextCheckpoint, NextState};
 use limosa_migrate::control::{Phase, Stop};
 use limosa_migrate::multifd::MultifdOptions;
 use limosa_migrate::stored::{Destination, DestinationOptions, PrecopySource};
@@ -451,4 +451,36 @@ proptest! {
         let (came, _) = keep_all(&primary, &bytes, WHOLE, &mut Kept::default());
         prop_assert!(came.len() <= 3);
     }
+}
+
+#[test]
+fn a_primary_may_have_something_to_say_before_a_checkpoint_or_end_instead() {
+    let primary = three();
+    let (near, far) = pair();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut bytes = primary.parts[..2].concat();
+            for value in [1, u64::MAX] {
+                Primary::message(ColoMessage::Note { kind: 7, value }, &mut bytes);
+            }
+            bytes.extend(primary.parts[2..4].concat());
+            primary.say(&near, &bytes, WHOLE);
+            let _ = near.shutdown(Shutdown::Write);
+        });
+        let mut kept = Kept::default();
+        let mut checkpoints = base(far, &mut kept, &Handle::new()).unwrap();
+        checkpoints.begin().unwrap();
+        checkpoints.wait_request(LONG).unwrap();
+        checkpoints.reply().unwrap();
+        for value in [1, u64::MAX] {
+            assert_eq!(checkpoints.wait_sent(LONG).unwrap(), NextState::Note { kind: 7, value });
+        }
+        assert_eq!(checkpoints.wait_sent(LONG).unwrap(), NextState::Sent);
+        let checkpoint = checkpoints.receive(&mut kept, LONG).unwrap();
+        assert_eq!(checkpoint.stats.bytes, u64::try_from(primary.parts[2].len()).unwrap());
+        checkpoints.loaded().unwrap();
+        checkpoints.wait_request(LONG).unwrap();
+        checkpoints.reply().unwrap();
+        assert_eq!(checkpoints.wait_sent(LONG).unwrap(), NextState::Ended);
+    });
 }

@@ -28,6 +28,7 @@ fn message() -> impl Strategy<Value = ColoMessage> {
         (0..=TAIL_LIMIT).prop_map(ColoMessage::VmstateSize),
         Just(ColoMessage::VmstateReceived),
         Just(ColoMessage::VmstateLoaded),
+        (any::<u8>(), any::<u64>()).prop_map(|(kind, value)| ColoMessage::Note { kind, value }),
     ]
 }
 

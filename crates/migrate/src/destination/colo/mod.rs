@@ -23,11 +23,15 @@ use crate::error::MigrateError;
 use crate::pages::PageSink;
 use turn::Turn;
 
+/// Bytes of the message that announces the pages of a checkpoint.
+const ANNOUNCEMENT: u64 = 4;
+
 /// The checkpoints that follow a stream, in their turns.
 ///
 /// Each method takes one turn; the order is [`begin`](Self::begin) once, then for each checkpoint
 /// [`wait_request`](Self::wait_request), [`reply`](Self::reply), [`receive`](Self::receive) and
-/// [`loaded`](Self::loaded). On `Err` the channel is closed and the series is over; the VM stands still if it was
+/// [`loaded`](Self::loaded). A primary may wait between the reply and the checkpoint, or have something to say:
+/// [`wait_sent`](Self::wait_sent). On `Err` the channel is closed and the series is over; the VM stands still if it was
 /// between `reply` and `loaded`, and QEMU needs the command `x-colo-lost-heartbeat` to continue it.
 #[derive(Debug)]
 pub struct Checkpoints {
@@ -47,8 +51,32 @@ pub struct Checkpoints {
 pub enum NextCheckpoint {
     /// A checkpoint is due; the VM runs until the reply.
     Requested,
+    /// A limosa has something to say before it: see [`ColoMessage::Note`].
+    Note {
+        /// The kind of number.
+        kind: u8,
+        /// The number.
+        value: u64,
+    },
     /// The primary has closed the channel between two checkpoints: the last one counts, and the VM runs there, or
     /// nowhere if its host has failed.
+    Ended,
+}
+
+/// The answer of a primary that was allowed to stop its VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NextState {
+    /// The VM is stopped, and its pages come.
+    Sent,
+    /// A limosa has something to say before it: see [`ColoMessage::Note`]. The VM runs.
+    Note {
+        /// The kind of number.
+        kind: u8,
+        /// The number.
+        value: u64,
+    },
+    /// The primary has closed the channel instead: the checkpoint before counts.
     Ended,
 }
 
@@ -119,7 +147,8 @@ impl Checkpoints {
         })
     }
 
-    /// Waits until the primary wants to make a checkpoint, for at most `timeout`; `None` waits without end.
+    /// Waits until the primary wants to make a checkpoint, or has something else to say; for at most `timeout`, `None`
+    /// waits without end. After a note it is to be called again.
     ///
     /// # Errors
     /// Nothing came in time; something else came; the job was cancelled.
@@ -130,17 +159,19 @@ impl Checkpoints {
             this.set_timeout(timeout)?;
             match this.next_message()? {
                 Some(ColoMessage::CheckpointRequest) => Ok(NextCheckpoint::Requested),
+                Some(ColoMessage::Note { kind, value }) => Ok(NextCheckpoint::Note { kind, value }),
                 Some(other) => Err(this.out_of_turn("a request for a checkpoint", other)),
                 None => Ok(NextCheckpoint::Ended),
             }
         })?;
-        self.turn = match next {
-            NextCheckpoint::Requested => Turn::Requested,
+        match next {
+            NextCheckpoint::Requested => self.turn = Turn::Requested,
+            NextCheckpoint::Note { .. } => {}
             NextCheckpoint::Ended => {
                 self.receiver.role.control.unwatch();
-                Turn::Over
+                self.turn = Turn::Over;
             }
-        };
+        }
         Ok(next)
     }
 
@@ -157,6 +188,34 @@ impl Checkpoints {
         })
     }
 
+    /// Waits until the primary has stopped the VM, or has something else to say; for at most `timeout`, `None` waits
+    /// without end. After a note it is to be called again.
+    ///
+    /// # Errors
+    /// Nothing came in time; something else came; the job was cancelled.
+    pub fn wait_sent(&mut self, timeout: Option<Duration>) -> Result<NextState, MigrateError> {
+        let before = self.turn;
+        let next = self.guarded(|this| {
+            Turn::Sent.check_follows(before)?;
+            this.set_timeout(timeout)?;
+            match this.next_message()? {
+                Some(ColoMessage::VmstateSend) => Ok(NextState::Sent),
+                Some(ColoMessage::Note { kind, value }) => Ok(NextState::Note { kind, value }),
+                Some(other) => Err(this.out_of_turn("the pages of a checkpoint", other)),
+                None => Ok(NextState::Ended),
+            }
+        })?;
+        match next {
+            NextState::Sent => self.turn = Turn::Sent,
+            NextState::Note { .. } => {}
+            NextState::Ended => {
+                self.receiver.role.control.unwatch();
+                self.turn = Turn::Over;
+            }
+        }
+        Ok(next)
+    }
+
     /// Receives the checkpoint: its pages into `sink`, which knows the layout of the base
     /// ([`begin`](PageSink::begin) is not called again), and its device sections. The source may be silent for at most
     /// `timeout` in the middle of it.
@@ -169,12 +228,17 @@ impl Checkpoints {
         sink: &mut S,
         timeout: Option<Duration>,
     ) -> Result<Checkpoint, MigrateError> {
+        let announced = self.turn == Turn::Sent;
         self.take_turn(Turn::Received, |this| {
             this.set_timeout(timeout)?;
-            let before = this.offset();
-            match this.message("the pages of a checkpoint")? {
-                ColoMessage::VmstateSend => {}
-                other => return Err(this.out_of_turn("the pages of a checkpoint", other)),
+            let mut before = this.offset();
+            if announced {
+                before = before.saturating_sub(ANNOUNCEMENT);
+            } else {
+                match this.message("the pages of a checkpoint")? {
+                    ColoMessage::VmstateSend => {}
+                    other => return Err(this.out_of_turn("the pages of a checkpoint", other)),
+                }
             }
             this.receiver.decoder.next_checkpoint(std::mem::take(&mut this.passed))?;
             let (end, moved) = this.receiver.pages(&this.base.setup, sink, Part::Checkpoint)?;

@@ -7,14 +7,14 @@ use limosa_page::{BrokenInvariant, invariant};
 /// The side whose turn it is, and what for.
 ///
 /// ```text
-/// base ──► idle ──► requested ──► stopped ──► received ─┐
-///           ▲ │                                         │
-///           │ └──► over                                 │
-///           └───────────────────────────────────────────┘
+/// base ──► idle ──► requested ──► stopped ──► sent ──► received ─┐
+///           ▲ │                      │                           │
+///           │ └──────► over ◄────────┘                           │
+///           └────────────────────────────────────────────────────┘
 /// ```
 ///
-/// Everything but `over` can become `broken`, and nothing follows that. The VM stands still in `base`, `stopped` and
-/// `received`.
+/// `sent` may be left out. Everything but `over` can become `broken`, and nothing follows that. The VM stands still in
+/// `base`, `sent` and `received`, and soon in `stopped`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Turn {
     /// The base is here, and its source waits.
@@ -23,8 +23,10 @@ pub(super) enum Turn {
     Idle,
     /// The VM runs; its primary waits for the reply.
     Requested,
-    /// The VM stops; a checkpoint comes.
+    /// The VM may be stopped; a checkpoint comes.
     Stopped,
+    /// The VM is stopped; its pages come.
+    Sent,
     /// The checkpoint is here; its primary waits.
     Received,
     /// The primary has ended the series.
@@ -39,9 +41,11 @@ impl Turn {
         match self {
             Self::Base => false,
             Self::Idle => matches!(before, Self::Base | Self::Received),
-            Self::Requested | Self::Over => before == Self::Idle,
+            Self::Requested => before == Self::Idle,
+            Self::Over => matches!(before, Self::Idle | Self::Stopped),
             Self::Stopped => before == Self::Requested,
-            Self::Received => before == Self::Stopped,
+            Self::Sent => before == Self::Stopped,
+            Self::Received => matches!(before, Self::Stopped | Self::Sent),
             Self::Broken => !matches!(before, Self::Over | Self::Broken),
         }
     }
@@ -59,6 +63,7 @@ impl fmt::Display for Turn {
             Self::Idle => "idle",
             Self::Requested => "requested",
             Self::Stopped => "stopped",
+            Self::Sent => "sent",
             Self::Received => "received",
             Self::Over => "over",
             Self::Broken => "broken",
@@ -71,8 +76,8 @@ mod tests {
     use super::*;
     use crate::error::is_noticed;
 
-    const ALL: [Turn; 7] =
-        [Turn::Base, Turn::Idle, Turn::Requested, Turn::Stopped, Turn::Received, Turn::Over, Turn::Broken];
+    const ALL: [Turn; 8] =
+        [Turn::Base, Turn::Idle, Turn::Requested, Turn::Stopped, Turn::Sent, Turn::Received, Turn::Over, Turn::Broken];
 
     #[test]
     fn every_turn_is_reached_and_nothing_follows_an_end() {
