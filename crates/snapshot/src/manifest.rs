@@ -59,6 +59,9 @@ pub struct Manifest {
     /// The number of the checkpoint in its series, where the file is one: 0 is the base.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<u64>,
+    /// The protection that the checkpoint is of, where it was sent to a keeper on another host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protection: Option<Uuid>,
     /// Whether every page that is not stored reads as zero at its place in the file, so that a RAM block's part of the
     /// file may be mapped as its memory. Absent in files of older versions, which may be so all the same.
     #[serde(default, skip_serializing_if = "is_false")]
@@ -96,6 +99,7 @@ impl Manifest {
             pages: PageStatistics::default(),
             transport: None,
             checkpoint: None,
+            protection: None,
             mappable: false,
             guest_memory: Vec::new(),
             disks: Vec::new(),

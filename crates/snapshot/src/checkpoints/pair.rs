@@ -70,7 +70,7 @@ pub struct CheckpointPages {
 }
 
 /// A checkpoint that counts.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Checkpoint {
     /// Its number: the base is 0.
