@@ -67,6 +67,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args, cli.verbose),
         Command::Clone(args) => clone::run(&args),
         Command::Protect(args) => protect::run(args, cli.verbose),
+        Command::Keep(args) => protect::keep(&args),
         Command::Resume(args) => resume::run(&args),
         Command::Import(args) => import::run(&args),
         Command::Export(args) => export::run(&args),

@@ -25,8 +25,9 @@ use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
 use crate::error::ProtectError;
 use crate::guard::{Seen, note_end};
 use crate::keeper::{accept, is_cut};
+use crate::primary::{LOOK_EVERY, LocalVm};
 use crate::report::{KeptBase, KeptCheckpoint};
-use crate::series::{CATCH_UP_PAGES, Kept, LOOK_EVERY, Series};
+use crate::series::{CATCH_UP_PAGES, Kept};
 
 /// How long QEMU may take to finish with a snapshot that is here.
 const COMPLETED_WITHIN: Duration = Duration::from_secs(60);
@@ -37,10 +38,15 @@ const END_OF_SECTIONS: u8 = 0;
 
 /// Background snapshots that become checkpoints.
 pub(crate) struct Background<'a> {
-    series: Series<'a>,
+    vm: LocalVm<'a>,
     listener: &'a Listener,
+    began: &'a (dyn Fn(&KeptBase) + Sync),
+    kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     seen: Seen,
 }
+
+/// Reports of a base and of checkpoints that count.
+type Reports<'a> = (&'a (dyn Fn(&KeptBase) + Sync), &'a (dyn Fn(&KeptCheckpoint) + Sync));
 
 /// A snapshot that has come.
 struct Snapshot {
@@ -59,37 +65,38 @@ struct Onto<'p> {
 
 impl<'a> Background<'a> {
     /// Snapshots that QEMU sends to `listener`.
-    pub(crate) fn new(series: Series<'a>, listener: &'a Listener) -> Self {
-        Self { series, listener, seen: Seen::default() }
+    pub(crate) fn new(vm: LocalVm<'a>, listener: &'a Listener, (began, kept): Reports<'a>) -> Self {
+        Self { vm, listener, began, kept, seen: Seen::default() }
     }
 
     /// Makes checkpoints until something ends them.
     pub(crate) fn keep(mut self, base: CheckpointBase, manifest: Manifest) -> (Kept, Seen) {
-        let every = self.series.options.every.longest().as_secs_f64();
-        (self.series.notice)(&format!(
+        let every = self.vm.options.every.longest().as_secs_f64();
+        (self.vm.notice)(&format!(
             "checkpoints are background snapshots, one every {every} s: each has all of the VM as it was when it began"
         ));
-        let kept = self.series.conclude(|kept| self.run(base, manifest, kept));
+        let mut kept = Kept::nothing();
+        kept.end = self.run(base, manifest, &mut kept);
         self.note_events();
-        self.seen.asked = self.series.handle.control.stop_requested().is_some();
+        self.seen.asked = self.vm.handle.control.stop_requested().is_some();
         (kept, self.seen)
     }
 
     fn run(&mut self, mut base: CheckpointBase, mut manifest: Manifest, kept: &mut Kept) -> Result<(), ProtectError> {
-        let Series { outputs, began, .. } = self.series;
+        let (LocalVm { outputs, .. }, began) = (self.vm, self.began);
         outputs.seal(0).map_err(ProtectError::Gate)?;
         let Snapshot { stream, begun, .. } = self.snapshot(&mut base)?;
         manifest.pages.resent = stream.stats.resent_pages;
         let mut pair = base.finish(&stream.tail, manifest)?;
         kept.newest = Some(pair.newest().path.clone());
         outputs.commit(0).map_err(ProtectError::Gate)?;
-        let bytes = self.series.handle.progress.read().bytes;
+        let bytes = self.vm.handle.progress.read().bytes;
         began(&KeptBase { path: pair.newest().path.clone(), bytes, elapsed: begun.elapsed() });
         let mut before = begun;
         loop {
             let (one, released) = self.checkpoint((&mut pair, &stream.setup), &mut before)?;
             kept.tally.add(&one);
-            (self.series.kept)(&one);
+            (self.kept)(&one);
             released?;
         }
     }
@@ -100,14 +107,14 @@ impl<'a> Background<'a> {
         (pair, setup): (&mut CheckpointPair, &StreamSetup),
         before: &mut Instant,
     ) -> Result<(KeptCheckpoint, Result<(), ProtectError>), ProtectError> {
-        let outputs = self.series.outputs;
+        let outputs = self.vm.outputs;
         let catching_up = Instant::now();
         while pair.catch_up(CATCH_UP_PAGES)? > 0 {
-            self.series.check_stop()?;
+            self.vm.check_stop()?;
         }
         let catch_up = catching_up.elapsed();
         self.wait_due(*before)?;
-        self.series.wait_running()?;
+        self.vm.wait_running(None)?;
         let number = pair.number() + 1;
         outputs.seal(number).map_err(ProtectError::Gate)?;
         let snapshot = self.snapshot(&mut Onto { pair: &mut *pair, setup }).and_then(|snapshot| {
@@ -125,7 +132,7 @@ impl<'a> Background<'a> {
 
     /// Has QEMU make a snapshot, and receives it.
     fn snapshot<S: PageSink + Send>(&mut self, sink: &mut S) -> Result<Snapshot, ProtectError> {
-        let Series { monitor, handle, .. } = self.series;
+        let LocalVm { monitor, handle, .. } = self.vm;
         if !monitor.wait_migration_released(COMPLETED_WITHIN)? {
             return Err(unfinished());
         }
@@ -145,11 +152,11 @@ impl<'a> Background<'a> {
 
     /// Waits until the next checkpoint is due, or a gate is nearly full.
     fn wait_due(&mut self, before: Instant) -> Result<(), ProtectError> {
-        let Series { options, outputs, .. } = self.series;
+        let LocalVm { options, outputs, .. } = self.vm;
         // A time that does not fit has no end.
         let due = before.checked_add(options.every.longest());
         loop {
-            self.series.check_stop()?;
+            self.vm.check_stop()?;
             self.note_events();
             if self.seen.gone || self.seen.shutdown {
                 return Err(ProtectError::Ended { reason: "with QEMU".into() });
@@ -158,7 +165,7 @@ impl<'a> Background<'a> {
             let until = due.map_or(look, |due| due.min(look));
             if outputs.signal().wait(Some(until), false) == CheckpointCause::Full || due.is_some_and(|due| due <= until)
             {
-                return self.series.check_stop();
+                return self.vm.check_stop();
             }
         }
     }
@@ -167,11 +174,11 @@ impl<'a> Background<'a> {
     fn wait_completed(&mut self) -> Result<(), ProtectError> {
         let begun = Instant::now();
         while begun.elapsed() < COMPLETED_WITHIN {
-            let info = self.series.monitor.migration()?;
+            let info = self.vm.monitor.migration()?;
             match info.status {
                 MigrationStatus::Completed => return Ok(()),
                 MigrationStatus::Failed | MigrationStatus::Cancelled => return Err(failed(info.error)),
-                _ => self.series.check_stop()?,
+                _ => self.vm.check_stop()?,
             }
             thread::sleep(LOOK_SOON);
         }
@@ -181,11 +188,11 @@ impl<'a> Background<'a> {
     /// The reason for a snapshot that has not come: QEMU's, where this side only saw its channel end.
     fn reason(&mut self, error: ProtectError) -> ProtectError {
         let is_cut = matches!(&error, ProtectError::Migrate(error) if is_cut(error));
-        if !is_cut || self.series.handle.control.stop_requested().is_some() {
+        if !is_cut || self.vm.handle.control.stop_requested().is_some() {
             return error;
         }
         self.note_events();
-        match self.series.monitor.migration() {
+        match self.vm.monitor.migration() {
             Ok(info) if matches!(info.status, MigrationStatus::Failed | MigrationStatus::Cancelled) => {
                 failed(info.error)
             }
@@ -199,7 +206,7 @@ impl<'a> Background<'a> {
 
     /// Takes the events that have come.
     fn note_events(&mut self) -> Vec<Event> {
-        let events = self.series.monitor.qmp().take_events().unwrap_or_else(|_| {
+        let events = self.vm.monitor.qmp().take_events().unwrap_or_else(|_| {
             self.seen.gone = true;
             Vec::new()
         });

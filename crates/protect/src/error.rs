@@ -1,5 +1,6 @@
 //! The failures of a protection.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use limosa_channel::ChannelError;
@@ -39,6 +40,42 @@ pub enum ProtectError {
     /// A gate of the VM's output.
     #[error("the output of the VM cannot be held back")]
     Gate(#[source] limosa_migrate::VmError),
+
+    /// The connection to the keeper on another host is lost, or cannot be made.
+    #[error("no connection to the keeper at {keeper}")]
+    LineLost {
+        /// Its address.
+        keeper: String,
+        /// The reason.
+        source: Box<MigrateError>,
+    },
+
+    /// The keeper on another host has no room for this VM now.
+    #[error("the keeper at {keeper} does not take this VM: {why}")]
+    KeeperBusy {
+        /// Its address.
+        keeper: String,
+        /// Its own message.
+        why: String,
+    },
+
+    /// The VM continues elsewhere: it must not run here.
+    #[error("the VM was failed over by the keeper at {keeper} ({why})")]
+    TakenOver {
+        /// Its address.
+        keeper: String,
+        /// Its own message.
+        why: String,
+    },
+
+    /// The record of whose VM it is.
+    #[error("{}: cannot read or write whose VM it is", directory.display())]
+    Ownership {
+        /// The directory of the checkpoints.
+        directory: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
 
     /// Protection is not possible with this QEMU, this VM or these options.
     #[error("{0}")]

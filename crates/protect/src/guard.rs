@@ -1,14 +1,18 @@
 //! The guard of a VM whose checkpoints are made: it is never left standing still.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use limosa_migrate::Handle;
-use limosa_migrate::control::{DeferredStop, Stop};
+use limosa_migrate::control::DeferredStop;
 use limosa_migrate::output::OutputSignal;
 use limosa_qemu::Heartbeat;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{Event, QmpError};
+
+use crate::options::OnLoss;
+use crate::primary::LocalVm;
+use crate::remote::Farewell;
 
 /// How often the VM is looked at. Events end the wait at once.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -16,18 +20,44 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The events that say how the VM and its checkpoints are.
 const EVENTS: [&str; 5] = ["STOP", "RESUME", "COLO_EXIT", "SHUTDOWN", "MIGRATION"];
 
-/// Whether the VM may stand still because of the keeper, which the thread that receives says; and whether the guard has
-/// let it go.
+/// What the thread of a series and its guard know of each other.
 #[derive(Debug)]
 pub(crate) struct Pulse {
+    /// Whether the VM may stand still because of the keeper: set by the thread of the series.
     pausing: AtomicBool,
+    /// Whether the guard has let the VM go.
     let_go: AtomicBool,
+    /// Bytes that were passed on to a keeper elsewhere.
+    bytes: AtomicU64,
+    /// The end of QEMU, as the guard sees it: 0 none, 1 it said so, 2 it did not.
+    end: AtomicU8,
 }
 
 impl Pulse {
     /// From the end of the base on the VM waits for its answer.
     pub(crate) const fn new() -> Self {
-        Self { pausing: AtomicBool::new(true), let_go: AtomicBool::new(false) }
+        let (pausing, let_go) = (AtomicBool::new(true), AtomicBool::new(false));
+        Self { pausing, let_go, bytes: AtomicU64::new(0), end: AtomicU8::new(0) }
+    }
+
+    pub(crate) fn add_bytes(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::AcqRel);
+    }
+
+    /// How QEMU has ended, if it has.
+    pub(crate) fn end(&self) -> Option<Farewell> {
+        match self.end.load(Ordering::Acquire) {
+            0 => None,
+            1 => Some(Farewell::VmEnded),
+            _ => Some(Farewell::VmLost),
+        }
+    }
+
+    fn set_end(&self, seen: &Seen) {
+        let end = if seen.shutdown { 1 } else { 2 };
+        if seen.shutdown || seen.gone {
+            self.end.store(end, Ordering::Release);
+        }
     }
 
     pub(crate) fn set_pausing(&self, pausing: bool) {
@@ -72,8 +102,15 @@ pub(crate) struct Guard<'a> {
     /// Ends a wait for the next checkpoint.
     signal: &'a OutputSignal,
     stall_timeout: Duration,
+    on_loss: OnLoss,
     /// Without it this process is ended, as it could leave the VM standing still.
     heartbeat: Option<Heartbeat>,
+    /// Ends the thread of the series, when COLO has been ended.
+    let_go: &'a dyn Fn(),
+    /// How long the series may take to end by itself when the job is told to stop.
+    leave_within: Duration,
+    /// When the job was told to stop.
+    asked: Option<Instant>,
     /// The channel is not shut down by a stop before COLO has been ended: the VM may wait for an answer on it.
     deferred: Option<DeferredStop>,
     /// The VM stands still since then.
@@ -84,18 +121,31 @@ pub(crate) struct Guard<'a> {
 }
 
 impl<'a> Guard<'a> {
-    /// A guard of a VM that runs.
+    /// A guard of a VM that runs. `let_go` ends the thread of the series, and is called when COLO has been ended; a
+    /// series that is told to stop may take `leave_within` before that.
     pub(crate) fn new(
-        monitor: &'a Monitor,
-        handle: &'a Handle,
-        pulse: &'a Pulse,
-        signal: &'a OutputSignal,
-        (stall_timeout, heartbeat): (Duration, Option<Heartbeat>),
+        vm: &LocalVm<'a>,
+        leave_within: Duration,
+        let_go: &'a dyn Fn(),
+        heartbeat: Option<Heartbeat>,
     ) -> Self {
-        let deferred = Some(handle.control.defer_stop());
-        let progress = (0, Instant::now());
-        let (stopped, seen) = (None, Seen::default());
-        Self { monitor, handle, pulse, signal, stall_timeout, heartbeat, deferred, stopped, progress, seen }
+        let LocalVm { monitor, handle, pulse, options, outputs, .. } = *vm;
+        Self {
+            monitor,
+            handle,
+            pulse,
+            signal: outputs.signal(),
+            stall_timeout: options.stall_timeout,
+            on_loss: options.on_loss,
+            heartbeat,
+            let_go,
+            leave_within,
+            asked: None,
+            deferred: Some(handle.control.defer_stop()),
+            stopped: None,
+            progress: (0, Instant::now()),
+            seen: Seen::default(),
+        }
     }
 
     /// Watches until `is_over`.
@@ -110,10 +160,12 @@ impl<'a> Guard<'a> {
                 // The thread that receives sees it as well.
                 Err(_) => self.seen.gone = true,
             }
+            self.pulse.set_end(&self.seen);
             if self.deferred.is_some() {
                 self.look();
             }
         }
+        self.pulse.set_end(&self.seen);
         // A QEMU that does not answer obeys no command either, and its channel must end.
         self.deferred = None;
         self.signal.close();
@@ -138,35 +190,40 @@ impl<'a> Guard<'a> {
 
     /// Ends COLO if the job was told to stop, or if the VM stands still and nothing comes.
     fn look(&mut self) {
-        let came = self.handle.progress.read().bytes;
+        let came = self.handle.progress.read().bytes.saturating_add(self.pulse.bytes.load(Ordering::Acquire));
         if came != self.progress.0 {
             self.progress = (came, Instant::now());
         }
         let idle = self.stopped.map(|stopped| stopped.max(self.progress.1).elapsed());
         if self.handle.control.stop_requested().is_some() {
             self.seen.asked = true;
+            let asked = *self.asked.get_or_insert_with(Instant::now);
+            if asked.elapsed() < self.leave_within {
+                self.signal.close();
+                return;
+            }
         } else if self.pulse.is_pausing() && idle.is_some_and(|idle| idle >= self.stall_timeout) {
             self.seen.stalled = true;
-            self.handle.control.stop(Stop::Cancel);
         } else {
             return;
         }
         self.pulse.let_go();
         // QEMU may hang, and leave the command without an answer.
         self.heartbeat = None;
-        match self.monitor.end_colo() {
+        let stands_still = self.seen.stalled && self.on_loss == OnLoss::Pause;
+        match if stands_still { Ok(()) } else { self.monitor.end_colo() } {
             Ok(()) => {}
             // The base is still coming: its migration fails when the channel is shut down.
             Err(error) if error.is_refusal() => tracing::debug!("{error}"),
             Err(QmpError::NoReply { .. }) => {}
             Err(_) => self.seen.gone = true,
         }
+        (self.let_go)();
         self.deferred = None;
         self.signal.close();
     }
 }
 
-/// Notes an event that says how checkpoints ended.
 pub(crate) fn note_end(event: &Event, seen: &mut Seen) {
     match event.name.as_str() {
         "SHUTDOWN" => seen.shutdown = true,

@@ -1,17 +1,19 @@
 //! A protection from its first command to its end.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Listener, Options};
-use limosa_migrate::MigrateError;
+use limosa_migrate::control::Stop;
 use limosa_migrate::output::{OutputGate, OutputGates, OutputSignal};
+use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{MigrationStatus, Monitor};
 use limosa_qemu::takeover::{Actor, take_over};
 use limosa_qemu::{
-    Heartbeat, JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, WatchdogEnd,
+    EpochDisks, Heartbeat, JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, Watchdog,
+    WatchdogEnd,
 };
 use limosa_snapshot::{CheckpointBase, CheckpointDirectory, Manifest};
 
@@ -21,8 +23,10 @@ use crate::filters::FilteredOutput;
 use crate::guard::{Guard, Pulse, Seen};
 use crate::options::{CheckpointMethod, ProtectOptions};
 use crate::preflight::Preflight;
+use crate::primary::{LocalVm, Primary as _};
+use crate::remote::{KeeperAddress, Recovery, Relay, Unprotected, cut};
 use crate::report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
-use crate::series::{Kept, Series};
+use crate::series::{Incoming, Kept, Series, Silence};
 
 /// How long undoing may take: COLO, or a migration, has to end first.
 const UNDO_WITHIN: Duration = Duration::from_secs(60);
@@ -38,8 +42,8 @@ const ACCEPT_TICK: Duration = Duration::from_millis(50);
 pub struct ProtectRequest<'a> {
     /// The VM's QEMU.
     pub monitor: &'a Monitor,
-    /// The directory of the checkpoints; it is made if it is missing.
-    pub directory: &'a Path,
+    /// The place for its checkpoints.
+    pub to: CheckpointTarget<'a>,
     /// The options.
     pub options: &'a ProtectOptions,
     /// The handles by which the job is watched and stopped.
@@ -55,10 +59,44 @@ pub struct ProtectRequest<'a> {
     pub start_watchdog: &'a StartWatchdog<'a>,
 }
 
+/// The place for the checkpoints of a VM.
+#[derive(Debug, Clone, Copy)]
+pub enum CheckpointTarget<'a> {
+    /// A directory; it is made if it is missing.
+    Directory(&'a Path),
+    /// A keeper on another host.
+    Keeper(&'a KeeperAddress),
+}
+
+impl CheckpointTarget<'_> {
+    /// Refuses what a keeper on another host cannot keep.
+    fn check(self, options: &ProtectOptions, disks: &EpochDisks) -> Result<(), ProtectError> {
+        let refused = |why: &str| Err(ProtectError::Refused(why.into()));
+        match self {
+            Self::Directory(_) => Ok(()),
+            Self::Keeper(_) if options.method == CheckpointMethod::Background => {
+                refused("background snapshots are kept on this host alone")
+            }
+            Self::Keeper(_) if !disks.is_empty() => {
+                refused("the VM has disks whose epochs a keeper on another host cannot decide yet")
+            }
+            Self::Keeper(_) => Ok(()),
+        }
+    }
+
+    /// Its name, for the record of the job.
+    fn name(self) -> PathBuf {
+        match self {
+            Self::Directory(path) => path.to_owned(),
+            Self::Keeper(keeper) => keeper.uri.to_string().into(),
+        }
+    }
+}
+
 impl fmt::Debug for ProtectRequest<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ProtectRequest")
-            .field("directory", &self.directory)
+            .field("to", &self.to)
             .field("options", &self.options)
             .field("gates", &self.gates.len())
             .finish_non_exhaustive()
@@ -72,18 +110,21 @@ impl fmt::Debug for ProtectRequest<'_> {
 /// VM runs and QEMU is as it was found, unless QEMU does not answer: the record stays in it then, and `limosa resume`
 /// finishes.
 pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectError> {
-    let ProtectRequest { monitor, directory, options, watch, gates, began, kept, start_watchdog } = request;
+    let ProtectRequest { monitor, to, options, watch, gates, began, kept, start_watchdog } = request;
     let begun = Instant::now();
     JobRecord::expect_none(monitor)?;
     let vm = Preflight::check(monitor, options, gates.len())?;
+    to.check(options, &vm.disks)?;
     let filters = options.filters.then(|| FilteredOutput::plan(monitor)).transpose()?;
     let filtered: Vec<&dyn OutputGate> = filters.iter().map(|filters| filters as &dyn OutputGate).collect();
     let gates = if filters.is_some() { filtered.as_slice() } else { gates };
     let signal = OutputSignal::new();
     let outputs = OutputGates::new(gates, &signal);
-    let change = monitor.plan_settings(&vm.settings(options, options.paces(outputs)))?;
+    // A keeper elsewhere answers when it can, so the time between checkpoints is kept here.
+    let paced_here = options.paces(outputs) || matches!(to, CheckpointTarget::Keeper(_));
+    let change = monitor.plan_settings(&vm.settings(options, paced_here))?;
     options.method.check_known(&change)?;
-    let base = CheckpointDirectory::open(directory)?.receive_base(options.store)?;
+    let place = Place::open(to, options, &vm.manifest)?;
     let mut watchdog = start_watchdog()?;
     for server in options.disks.servers() {
         if let Some(watchdog) = &mut watchdog {
@@ -91,9 +132,9 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
             let _ = watchdog.add_disk_server(server);
         }
     }
-    let record = JobRecord::new(JobKind::Protect, vm.manifest.id, directory, true, change.undo.clone());
+    let record = JobRecord::new(JobKind::Protect, vm.manifest.id, &to.name(), true, change.undo.clone());
     let filter_ids = filters.as_ref().map(FilteredOutput::ids).unwrap_or_default();
-    let record = record.with_epochs(vm.disks.records()).with_filters(filter_ids);
+    let mut record = record.with_epochs(vm.disks.records()).with_filters(filter_ids);
     if let Err(error) = record.create(monitor) {
         if let Some(watchdog) = watchdog {
             let _ = watchdog.finish();
@@ -101,18 +142,26 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
         return Err(error.into());
     }
     tracing::info!("QEMU's settings that change: {}", change.set);
-    let pulse = Pulse::new();
     let (handle, notice) = (watch.handle, watch.notice);
-    let Preflight { manifest, disks, .. } = vm;
-    let series = Series { monitor, options, handle, notice, began, kept, pulse: &pulse, outputs, disks: &disks };
-    let watched = outputs.watch().map_err(ProtectError::Gate);
-    let set = watched.and_then(|()| options.method.apply(monitor, &change));
-    let hang = options.stall_timeout.saturating_add(HANGS_AFTER);
-    let heartbeat = || watchdog.as_mut().and_then(|watchdog| watchdog.heartbeat(hang).ok());
-    let done = set.and_then(|()| Ok(disks.flush()?)).and_then(|()| run(series, base, manifest, heartbeat));
-    let (vm_state, tidied) = end(monitor, &record, options, notice);
+    let disks = &vm.disks;
+    let protection = Protection { monitor, options, handle, notice, gates, began, kept, disks };
+    let mut unprotected = Unprotected::Runs;
+    let done = options.method.apply(monitor, &change).and_then(|()| Ok(disks.flush()?));
+    let done = done.and_then(|()| protection.run((to, place), &vm, watchdog.as_mut(), &mut unprotected));
+    // A stop continues it, and a QEMU that has ended leaves nothing to be done.
+    let is_released = matches!(&done, Ok(Ended { seen: Seen { asked: true, .. } | Seen { gone: true, .. }, .. }));
+    let left_standing = unprotected == Unprotected::StandsStill && !is_released;
+    let (vm_state, tidied) = if left_standing {
+        // It is its user's to continue: the record stays for that.
+        (monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string()), true)
+    } else {
+        if let Ok(Ended { kept: Kept { end: Err(ProtectError::TakenOver { .. }), .. }, .. }) = &done {
+            stop_for_good(monitor, &mut record, notice);
+        }
+        end(monitor, &record, options, notice)
+    };
     // QEMU cannot say it any more, and what the VM has written is all that there is: its disks have it.
-    if let Ok((_, Seen { shutdown: true, .. })) = &done
+    if let Ok(Ended { seen: Seen { shutdown: true, .. }, .. }) = &done
         && let Err(error) = disks.end()
     {
         notice(&format!("what the VM has written stays in a log: {error}"));
@@ -132,12 +181,13 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
         }
         None => {}
     }
-    let (Kept { tally, newest, end: series_end }, seen) = done?;
+    let Ended { kept: Kept { tally, newest, end: series_end }, seen, bases } = done?;
     let end = why(series_end, &seen, options);
     match (newest, end) {
         (Some(newest), end) => Ok(ProtectReport {
             end,
             newest,
+            bases,
             checkpoints: tally.checkpoints,
             pauses: tally.pauses(),
             periods: tally.periods(),
@@ -146,6 +196,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
             zero_pages: tally.zero_pages,
             bytes: tally.bytes,
             output: tally.output,
+            stands_still: left_standing,
             vm_state,
             elapsed: begun.elapsed(),
         }),
@@ -155,53 +206,204 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     }
 }
 
-/// Has QEMU send its checkpoints here, and keeps them until they end.
-fn run(
-    series: Series<'_>,
-    base: CheckpointBase,
-    manifest: Manifest,
-    heartbeat: impl FnOnce() -> Option<Heartbeat>,
-) -> Result<(Kept, Seen), ProtectError> {
-    let Series { monitor, options, handle, pulse, outputs, .. } = series;
-    let (_directory, listener) = match &options.listen {
-        None => {
-            let (directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
-            (Some(directory), listener)
-        }
-        Some(uri) => (None, Listener::bind(uri, &Options::default())?),
-    };
-    if options.method == CheckpointMethod::Background {
-        return Ok(Background::new(series, &listener).keep(base, manifest));
+/// A place that is ready for a base.
+enum Place {
+    Here(CheckpointBase),
+    There(Channel),
+}
+
+impl Place {
+    fn open(target: CheckpointTarget<'_>, options: &ProtectOptions, manifest: &Manifest) -> Result<Self, ProtectError> {
+        Ok(match target {
+            CheckpointTarget::Directory(path) => {
+                Self::Here(CheckpointDirectory::open(path)?.receive_base(options.store)?)
+            }
+            CheckpointTarget::Keeper(keeper) => Self::There(keeper.greet(manifest, options.lost_after)?),
+        })
     }
-    monitor.qmp().take_events()?;
-    monitor.migrate(&listener.local_uri().to_string(), false)?;
-    let channel = accept(monitor, handle, &listener)?;
-    let guard = Guard::new(monitor, handle, pulse, outputs.signal(), (options.stall_timeout, heartbeat()));
-    thread::scope(|scope| {
-        let keeping = thread::Builder::new().name("checkpoints".into());
-        let keeping = keeping.spawn_scoped(scope, move || series.keep(channel, base, manifest));
-        let keeping = keeping.map_err(ProtectError::Thread)?;
-        let mut seen = guard.watch(|| keeping.is_finished());
-        let kept = keeping.join().map_err(|_| {
-            ProtectError::Migrate(MigrateError::Protocol("the thread of the checkpoints panicked".into()))
-        })?;
-        Guard::note_rest(monitor, &mut seen);
+}
+
+/// A protection that has ended.
+struct Ended {
+    kept: Kept,
+    seen: Seen,
+    /// Bases that counted.
+    bases: u64,
+}
+
+/// A protection under way.
+#[derive(Clone, Copy)]
+struct Protection<'a> {
+    monitor: &'a Monitor,
+    options: &'a ProtectOptions,
+    handle: &'a Handle,
+    notice: &'a (dyn Fn(&str) + Sync),
+    gates: &'a [&'a dyn OutputGate],
+    began: &'a (dyn Fn(&KeptBase) + Sync),
+    kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
+    disks: &'a EpochDisks,
+}
+
+impl Protection<'_> {
+    /// Has checkpoints kept until they end, and, if they are sent elsewhere, again each time that the keeper is back.
+    fn run(
+        self,
+        (to, place): (CheckpointTarget<'_>, Place),
+        found: &Preflight,
+        mut watchdog: Option<&mut Watchdog>,
+        unprotected: &mut Unprotected,
+    ) -> Result<Ended, ProtectError> {
+        let (mut ended, mut place) = (Ended { kept: Kept::nothing(), seen: Seen::default(), bases: 0 }, place);
+        let hang = self.options.stall_timeout.saturating_add(HANGS_AFTER);
+        let mut heartbeat = || watchdog.as_mut().and_then(|watchdog| watchdog.heartbeat(hang).ok());
+        let CheckpointTarget::Keeper(keeper) = to else {
+            self.series(place, found, &mut heartbeat, &mut ended)?;
+            return Ok(ended);
+        };
+        let watch = (self.handle, self.notice);
+        let mut recovery = Recovery::new(self.monitor, self.options, watch, keeper, &found.manifest);
+        loop {
+            let before = ended.bases;
+            self.series(place, found, &mut heartbeat, &mut ended)?;
+            let Some(why) = ended.loss(self.options) else { return Ok(ended) };
+            // One that was never there is a mistake of its user's.
+            if ended.bases == 0 {
+                ended.kept.end = Err(why);
+                return Ok(ended);
+            }
+            if ended.bases > before {
+                recovery.reset();
+            }
+            ended.seen = Seen::default();
+            let back = recovery.lose(&why).and_then(|vm| {
+                *unprotected = vm;
+                recovery.wait(unprotected, &mut ended.seen)
+            });
+            match back {
+                Ok(channel) => place = Place::There(channel),
+                Err(error) => {
+                    ended.kept.end = Err(error);
+                    return Ok(ended);
+                }
+            }
+        }
+    }
+
+    /// Has QEMU send its checkpoints, and has them kept until they end.
+    fn series(
+        self,
+        place: Place,
+        found: &Preflight,
+        heartbeat: &mut dyn FnMut() -> Option<Heartbeat>,
+        ended: &mut Ended,
+    ) -> Result<(), ProtectError> {
+        let Self { monitor, options, handle, notice, gates, began, kept, disks } = self;
+        let (signal, pulse) = (OutputSignal::new(), Pulse::new());
+        let outputs = OutputGates::new(gates, &signal);
+        outputs.watch().map_err(ProtectError::Gate)?;
+        let vm = LocalVm { monitor, options, handle, notice, pulse: &pulse, outputs, disks };
+        let (_directory, listener) = match &options.listen {
+            None => {
+                let (directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
+                (Some(directory), listener)
+            }
+            Some(uri) => (None, Listener::bind(uri, &Options::default())?),
+        };
+        let connect = || {
+            monitor.qmp().take_events()?;
+            monitor.migrate(&listener.local_uri().to_string(), false)?;
+            accept(monitor, handle, &listener)
+        };
+        let (mut kept, mut seen) = match place {
+            Place::Here(base) if options.method == CheckpointMethod::Background => {
+                Background::new(vm, &listener, (began, kept)).keep(base, found.manifest.clone())
+            }
+            Place::Here(base) => {
+                let channel = connect()?;
+                let silence = Silence { reply: Some(options.stall_timeout), ..Silence::default() };
+                let (buffer, stall_timeout) = (options.buffer, options.stall_timeout);
+                let series = Series { primary: &vm, handle, began, kept, buffer, stall_timeout, silence };
+                let incoming = Incoming { channel, first_bytes: Vec::new(), manifest: found.manifest.clone() };
+                let let_go = || handle.control.stop(Stop::Cancel);
+                let guard = Guard::new(&vm, Duration::ZERO, &let_go, heartbeat());
+                beside(guard, move || series.keep(incoming, base))?
+            }
+            Place::There(keeper) => {
+                let channel = connect()?;
+                let (return_path, lost_after) = (found.return_path, options.lost_after);
+                let relay = Relay { vm, qemu: &channel, keeper: &keeper, return_path, lost_after, began, kept };
+                let let_go = || cut(&channel, &keeper);
+                let guard = Guard::new(&vm, options.stall_timeout, &let_go, heartbeat());
+                beside(guard, || relay.run())?
+            }
+        };
+        let aborted = vm.abort(kept.tally.checkpoints + 1);
+        kept.tally.output = vm.counters();
+        if kept.end.is_ok() {
+            kept.end = aborted;
+        } else if let Err(error) = aborted {
+            tracing::info!("{error}");
+        }
+        if options.method == CheckpointMethod::Colo {
+            Guard::note_rest(monitor, &mut seen);
+        }
         if let Err(ProtectError::Ended { .. }) | Ok(()) = &kept.end
             && seen.exit_reason.is_none()
             && let Ok(info) = monitor.migration()
         {
             seen.exit_reason = Some(info.error.unwrap_or_else(|| format!("migration: {}", info.status)));
         }
+        ended.kept.tally.add_all(&kept.tally);
+        ended.bases += u64::from(kept.newest.is_some());
+        ended.kept.newest = kept.newest.or(ended.kept.newest.take());
+        (ended.kept.end, ended.seen) = (kept.end, seen);
+        Ok(())
+    }
+}
+
+impl Ended {
+    /// Takes the failure out by which a keeper elsewhere was lost, if the VM is there and its protection is wanted.
+    fn loss(&mut self, options: &ProtectOptions) -> Option<ProtectError> {
+        let Seen { asked, stalled, shutdown, gone, .. } = self.seen;
+        if asked || shutdown || gone {
+            return None;
+        }
+        match std::mem::replace(&mut self.kept.end, Ok(())) {
+            _ if stalled => Some(ProtectError::Stalled { after: options.stall_timeout }),
+            Err(error @ ProtectError::LineLost { .. }) => Some(error),
+            other => {
+                self.kept.end = other;
+                None
+            }
+        }
+    }
+}
+
+/// Stops a VM that was failed over: it must not run here. The record says so to everybody who undoes the job.
+fn stop_for_good(monitor: &Monitor, record: &mut JobRecord, notice: &(dyn Fn(&str) + Sync)) {
+    record.was_running = false;
+    let stopped = record.update(monitor).and_then(|()| Ok(monitor.stop()?));
+    match stopped {
+        Ok(()) => notice("the VM continues elsewhere, and was stopped here: end it"),
+        Err(error) => notice(&format!("the VM continues elsewhere, and may still run here: end it ({error})")),
+    }
+}
+
+/// Runs a series on a thread of its own, and its guard on this one.
+fn beside(guard: Guard<'_>, series: impl FnOnce() -> Kept + Send) -> Result<(Kept, Seen), ProtectError> {
+    thread::scope(|scope| {
+        let keeping = thread::Builder::new().name("checkpoints".into());
+        let keeping = keeping.spawn_scoped(scope, series).map_err(ProtectError::Thread)?;
+        let seen = guard.watch(|| keeping.is_finished());
+        let kept = keeping.join().map_err(|_| {
+            ProtectError::Migrate(MigrateError::Protocol("the thread of the checkpoints panicked".into()))
+        })?;
         Ok((kept, seen))
     })
 }
 
 /// Waits until QEMU has connected.
-pub(crate) fn accept(
-    monitor: &Monitor,
-    handle: &limosa_migrate::Handle,
-    listener: &Listener,
-) -> Result<Channel, ProtectError> {
+pub(crate) fn accept(monitor: &Monitor, handle: &Handle, listener: &Listener) -> Result<Channel, ProtectError> {
     let begun = Instant::now();
     loop {
         match listener.accept(Some(ACCEPT_TICK)) {
@@ -243,7 +445,8 @@ fn end(
 /// Decides why the series ended, by what both threads have seen.
 fn why(end: Result<(), ProtectError>, seen: &Seen, options: &ProtectOptions) -> ProtectEnd {
     let cut = match &end {
-        Ok(()) | Err(ProtectError::Ended { .. }) => true,
+        Ok(()) | Err(ProtectError::Ended { .. } | ProtectError::LineLost { .. } | ProtectError::QemuEnded) => true,
+        Err(ProtectError::Channel(error)) => error.is_closed() || error.is_shut_down(),
         Err(ProtectError::Migrate(error)) => is_cut(error),
         Err(ProtectError::Qmp(error)) => error.is_gone(),
         Err(_) => false,

@@ -9,6 +9,8 @@
 //! | the checks before anything is changed | `preflight` |
 //! | the settings, QEMU's connection, the guard, the end | `keeper`, `guard` |
 //! | the turns of checkpoints and the store, on a thread of their own | `series` |
+//! | the VM of a series, on this host or elsewhere | `primary` |
+//! | a keeper on another host, and this end's relay to it | `remote` |
 //! | the gate that holds the VM's frames back until their checkpoint counts | [`gate`] |
 //! | checkpoints without COLO | `background` |
 //! | filters in QEMU, for a VM without gates | `filters` |
@@ -23,7 +25,7 @@
 //!
 //! ```no_run
 //! use limosa_migrate::Handle;
-//! use limosa_protect::{KeptCheckpoint, ProtectOptions, ProtectRequest, protect};
+//! use limosa_protect::{CheckpointTarget, KeptCheckpoint, ProtectOptions, ProtectRequest, protect};
 //! use limosa_qemu::JobContext;
 //! use limosa_qemu::monitor::Monitor;
 //! use limosa_qemu::qmp::{Options, Qmp};
@@ -34,7 +36,7 @@
 //! let kept = |checkpoint: &KeptCheckpoint| println!("{}: {:?}", checkpoint.number, checkpoint.pause);
 //! let report = protect(ProtectRequest {
 //!     monitor: &monitor,
-//!     directory: "/srv/vm".as_ref(),
+//!     to: CheckpointTarget::Directory("/srv/vm".as_ref()),
 //!     options: &ProtectOptions::default(),
 //!     watch: JobContext::new(&handle, &notice),
 //!     gates: &[],
@@ -57,13 +59,16 @@ mod keeper;
 mod model;
 mod options;
 mod preflight;
+mod primary;
+mod remote;
 mod report;
 mod series;
 mod times;
 
 pub use error::ProtectError;
-pub use keeper::{ProtectRequest, protect};
-pub use options::{CheckpointMethod, CheckpointTiming, ProtectDisks, ProtectOptions};
+pub use keeper::{CheckpointTarget, ProtectRequest, protect};
+pub use options::{CheckpointMethod, CheckpointTiming, OnLoss, ProtectDisks, ProtectOptions};
+pub use remote::{Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, KeeperAddress, keep, take_over};
 pub use report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
 pub use times::Percentiles;
 

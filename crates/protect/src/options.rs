@@ -67,6 +67,17 @@ impl CheckpointMethod {
     }
 }
 
+/// Treatment of a VM whose keeper on another host is lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnLoss {
+    /// It continues without protection until the keeper is back.
+    #[default]
+    Continue,
+    /// It stands still until the keeper is back, or its user continues it. A limosa that is killed meanwhile does not
+    /// hold it.
+    Pause,
+}
+
 /// Time from one checkpoint to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckpointTiming {
@@ -108,6 +119,10 @@ pub struct ProtectOptions {
     pub stall_timeout: Duration,
     /// Where QEMU connects; `None`: in a private directory, which takes a QEMU on this host that sees it.
     pub listen: Option<Uri>,
+    /// How long a keeper on another host may owe an answer, or be out of reach, while the VM runs.
+    pub lost_after: Duration,
+    /// Treatment of the VM when that keeper is lost.
+    pub on_loss: OnLoss,
     /// Bytes of a checkpoint's pages that wait in memory until the VM continues; more is stored while it stands still.
     pub buffer: u64,
     /// Whether output is held back by filters in QEMU, for a VM that was not prepared with gates.
@@ -134,6 +149,8 @@ impl Default for ProtectOptions {
             every: CheckpointTiming::Period(Duration::from_millis(100)),
             stall_timeout: Duration::from_secs(2),
             listen: None,
+            lost_after: Duration::from_secs(3),
+            on_loss: OnLoss::Continue,
             buffer: 128 << 20,
             filters: false,
             disks: ProtectDisks::Served(Vec::new()),

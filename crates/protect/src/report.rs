@@ -71,7 +71,9 @@ pub struct ProtectReport {
     pub end: ProtectEnd,
     /// The newest whole checkpoint.
     pub newest: PathBuf,
-    /// Number of checkpoints behind the base that counted.
+    /// Bases that counted: one, and one more each time that the keeper was back.
+    pub bases: u64,
+    /// Number of checkpoints behind the bases that counted.
     pub checkpoints: u64,
     /// Their [pauses](KeptCheckpoint::pause).
     pub pauses: Percentiles,
@@ -87,6 +89,8 @@ pub struct ProtectReport {
     pub bytes: u64,
     /// Output that was held back; `None` if output was free.
     pub output: Option<OutputCounters>,
+    /// Whether the VM was left standing still, as its keeper is lost: [`OnLoss::Pause`](crate::OnLoss::Pause).
+    pub stands_still: bool,
     /// The VM's state now, by QEMU's name; `unknown` if QEMU does not answer.
     pub vm_state: String,
     /// From the first command to the end.
@@ -123,6 +127,20 @@ impl Tally {
         self.equal_pages = self.equal_pages.saturating_add(kept.stored.pages.equal);
         self.zero_pages = self.zero_pages.saturating_add(kept.stored.pages.zero);
         self.bytes = self.bytes.saturating_add(kept.bytes);
+    }
+
+    /// Counts all of another series.
+    pub(crate) fn add_all(&mut self, other: &Self) {
+        self.pauses.add_all(&other.pauses);
+        self.periods.add_all(&other.periods);
+        self.checkpoints = self.checkpoints.saturating_add(other.checkpoints);
+        self.pages = self.pages.saturating_add(other.pages);
+        self.equal_pages = self.equal_pages.saturating_add(other.equal_pages);
+        self.zero_pages = self.zero_pages.saturating_add(other.zero_pages);
+        self.bytes = self.bytes.saturating_add(other.bytes);
+        if let Some(more) = &other.output {
+            self.output.get_or_insert_default().add(more);
+        }
     }
 
     pub(crate) fn pauses(&self) -> Percentiles {

@@ -38,6 +38,14 @@ impl Times {
         }
     }
 
+    /// Adds all times of another.
+    pub(crate) fn add_all(&mut self, other: &Self) {
+        if let (Some(times), Some(others)) = (&mut self.0, &other.0) {
+            // Both have the same bounds.
+            let _ = times.add(others);
+        }
+    }
+
     /// Forgets all times.
     pub(crate) fn reset(&mut self) {
         if let Some(times) = &mut self.0 {

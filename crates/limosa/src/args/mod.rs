@@ -11,6 +11,7 @@ mod img;
 mod import;
 mod inspect;
 mod job;
+mod keep;
 mod packaging;
 mod protect;
 mod receive;
@@ -39,9 +40,11 @@ pub(crate) use img::{ImgArgs, ImgCommand, parse_aio};
 pub(crate) use import::{ExportArgs, ImportArgs};
 pub(crate) use inspect::{InspectArgs, MappedVmArgs};
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
+pub(crate) use keep::KeeperArgs;
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use protect::{
-    DurableArg, FailoverArgs, GateArgs, KeepArgs, MethodArg, OutputArg, ProtectArgs, ProtectCommand, ProtectDisksArg,
+    DurableArg, FailoverArgs, GateArgs, KeepArgs, MethodArg, OnLossArg, OutputArg, ProtectArgs, ProtectCommand,
+    ProtectDisksArg,
 };
 pub(crate) use receive::ReceiveArgs;
 pub(crate) use restore::{
@@ -90,6 +93,8 @@ pub(crate) enum Command {
     Clone(CloneArgs),
     /// Keep checkpoints of a running VM all the while; continue it from the newest one when its host has failed
     Protect(ProtectArgs),
+    /// Keep the checkpoints that a limosa protect on another host sends
+    Keep(KeeperArgs),
     /// Continue a VM that an interrupted job left paused
     Resume(ResumeArgs),
     /// Convert a recorded migration stream or a libvirt save image into a snapshot

@@ -13,7 +13,7 @@ use limosa_protect::gate::NetworkAddress;
 use limosa_qemu::qmp::MonitorAddress;
 
 use super::serve::{parse_group, parse_mode, socket_path};
-use super::{HowArgs, SteerArgs};
+use super::{HowArgs, SteerArgs, TlsClientArgs};
 
 #[derive(Debug, Args)]
 #[command(
@@ -22,6 +22,7 @@ use super::{HowArgs, SteerArgs};
     after_long_help = "limosa protect --qmp /run/vm.qmp /srv/vm --every 100ms\n  \
 limosa protect gate /run/vm.gate --listen /run/vm.net --net tap:tap0\n  \
 limosa protect --qmp /run/vm.qmp /srv/vm --every event --gate /run/vm.gate\n  \
+limosa protect --qmp /run/vm.qmp --to tcp:backup:4447 --tls-creds /etc/pki/qemu   (there: limosa keep)\n  \
 limosa protect failover /srv/vm --fence 'ssh host poweroff' -- qemu-system-x86_64 -m 4G ...\n\n\
 DIR/checkpoint.limosa is at every moment a whole snapshot. The VM needs QEMU 11.1, or 10.0.7 with KVM. Without --gate \
 its network output is not held back: after a failover, others may have seen what the VM no longer knows."
@@ -59,6 +60,14 @@ pub(crate) enum ProtectDisksArg {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnLossArg {
+    /// It continues without protection until the keeper is back
+    Continue,
+    /// It stands still until the keeper is back, or until limosa protect is ended
+    Pause,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OutputArg {
     /// It leaves at once: after a failover others may have seen what the VM does not know
     Free,
@@ -82,8 +91,30 @@ pub(crate) struct KeepArgs {
     pub(crate) qmp: MonitorAddress,
 
     /// The directory of the checkpoints; it is created if it does not exist
-    #[arg(value_name = "DIR")]
-    pub(crate) directory: PathBuf,
+    #[arg(value_name = "DIR", required_unless_present = "to", conflicts_with = "to")]
+    pub(crate) directory: Option<PathBuf>,
+
+    /// Send the checkpoints to a limosa keep on another host: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI")]
+    pub(crate) to: Option<Uri>,
+
+    // No `flatten` as elsewhere: of optional arguments that have some of their own clap sees none.
+    /// Encrypt the connection of --to by TLS; DIR has ca-cert.pem, client-cert.pem and client-key.pem (the dir of QEMU's
+    /// tls-creds-x509)
+    #[arg(long, value_name = "DIR", requires = "to")]
+    tls_creds: Option<PathBuf>,
+
+    /// Host name expected in the keeper's certificate; default: HOST of tcp:HOST:PORT
+    #[arg(long, value_name = "NAME", requires = "tls_creds")]
+    tls_hostname: Option<String>,
+
+    /// How long the keeper of --to may be out of reach, or owe an answer
+    #[arg(long, value_name = "TIME", value_parser = parse_lost_after, default_value = "3s", requires = "to")]
+    pub(crate) lost_after: Duration,
+
+    /// What becomes of the VM while the keeper of --to is lost
+    #[arg(long, value_enum, default_value_t = OnLossArg::Continue, requires = "to")]
+    pub(crate) on_loss: OnLossArg,
 
     /// How QEMU makes checkpoints
     #[arg(long, value_enum, default_value_t = MethodArg::Colo)]
@@ -109,8 +140,8 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_enum, conflicts_with = "gate")]
     pub(crate) output: Option<OutputArg>,
 
-    /// Failures that a checkpoint must survive before it counts
-    #[arg(long, value_enum, default_value_t = DurableArg::Process)]
+    /// Failures that a checkpoint must survive before it counts; with --to that is up to the keeper
+    #[arg(long, value_enum, default_value_t = DurableArg::Process, conflicts_with = "to")]
     pub(crate) durable: DurableArg,
 
     /// Have disks that `limosa serve` serves belong to the checkpoints: its --control socket. Repeat it for each server
@@ -186,6 +217,29 @@ pub(crate) struct GateArgs {
     /// Print one JSON object on stdout when done
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+impl KeepArgs {
+    /// Returns the reason why the arguments contradict each other, if they do.
+    pub(crate) fn contradiction(&self) -> Option<&'static str> {
+        match &self.to {
+            Some(uri) if !uri.is_socket() => Some("--to needs tcp:HOST:PORT or unix:PATH"),
+            Some(uri) => self.tls().contradiction(uri),
+            None => None,
+        }
+    }
+
+    /// How the connection to a keeper is encrypted.
+    pub(crate) fn tls(&self) -> TlsClientArgs {
+        TlsClientArgs { tls_creds: self.tls_creds.clone(), tls_hostname: self.tls_hostname.clone() }
+    }
+}
+
+/// Parses a time of at least a second: the kernel counts in them.
+pub(super) fn parse_lost_after(text: &str) -> Result<Duration, String> {
+    const LEAST: Duration = Duration::from_secs(1);
+    let time = parse::time(text).map_err(|error| error.to_string())?;
+    if time < LEAST { Err("it must be at least 1s".into()) } else { Ok(time) }
 }
 
 /// Parses a time, or `event` with the longest time.

@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
+use limosa_protect::take_over;
 use limosa_qemu::drop_disks_after;
 use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Snapshot, SnapshotError};
 
@@ -64,10 +65,14 @@ fn newest(directory: &Path) -> anyhow::Result<CheckpointDirectory> {
     let begun = Instant::now();
     loop {
         match CheckpointDirectory::open(directory) {
-            Ok(directory) => return Ok(directory),
+            Ok(directory) => {
+                // Its primary is turned away from now on, should it come back.
+                take_over(directory.path())?;
+                return Ok(directory);
+            }
             Err(SnapshotError::Locked { .. }) if begun.elapsed() < KEEPER_WITHIN => thread::sleep(LOOK_EVERY),
             Err(SnapshotError::Locked { .. }) => bail!(
-                "{}: a limosa protect still keeps checkpoints here, so the protected VM runs: end it first",
+                "{}: a limosa still keeps checkpoints here, so the protected VM runs: end its protection first",
                 directory.display()
             ),
             Err(error) => return Err(error.into()),

@@ -20,7 +20,7 @@ const LONGEST: u64 = 3_600_000_000_000;
 
 /// Shared by the thread that keeps checkpoints and those that answer.
 pub(super) struct Figures {
-    directory: PathBuf,
+    place: PathBuf,
     begun: Instant,
     /// Filters hold output, and do not count it.
     filters: bool,
@@ -87,12 +87,12 @@ pub(super) fn written(pages: u64, unchanged: u64) -> u64 {
 }
 
 impl Figures {
-    /// The figures of a protection into this directory that begins now. Where `filters` hold output nobody counts it.
-    pub(super) fn new(directory: PathBuf, filters: bool) -> anyhow::Result<Arc<Self>> {
+    /// The figures of a protection into this directory, or to this keeper, that begins now. Where `filters` hold output nobody counts it.
+    pub(super) fn new(place: PathBuf, filters: bool) -> anyhow::Result<Arc<Self>> {
         let times = || Histogram::new_with_bounds(1, LONGEST, 2);
         let (pauses, lags) = (times()?, times()?);
         let now = Now { newest: None, last: None, sums: Sums::default(), pauses, lags };
-        Ok(Arc::new(Self { directory, begun: Instant::now(), filters, now: Mutex::new(now) }))
+        Ok(Arc::new(Self { place, begun: Instant::now(), filters, now: Mutex::new(now) }))
     }
 
     /// Notes a base that counts.
@@ -134,7 +134,7 @@ impl Figures {
             let Now { newest, last, sums, pauses, lags } = now;
             json!({
                 "state": if newest.is_some() { "protected" } else { "receiving" },
-                "directory": self.directory.to_string_lossy(),
+                "directory": self.place.to_string_lossy(),
                 "elapsed_ms": quantity::millis(self.begun.elapsed()),
                 "checkpoint": newest.map(|newest| newest.number),
                 "age_ms": newest.map(|newest| quantity::millis(newest.age())),

@@ -1,8 +1,9 @@
-//! `limosa protect`.
+//! `limosa protect` and `limosa keep`.
 
 mod failover;
 mod figures;
 mod gate;
+mod keeper;
 mod line;
 mod metrics;
 
@@ -10,12 +11,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use limosa_channel::Uri;
+use limosa_channel::{ChannelError, Uri};
 use limosa_console::{error_line, print_out, quantity, say};
 use limosa_control::JobKind;
 use limosa_migrate::output::{OutputCounters, OutputGate};
 use limosa_protect::{
-    CheckpointMethod, Percentiles, ProtectDisks, ProtectEnd, ProtectOptions, ProtectReport, ProtectRequest, protect,
+    CheckpointMethod, CheckpointTarget, KeeperAddress, OnLoss, Percentiles, ProtectDisks, ProtectEnd, ProtectOptions,
+    ProtectReport, ProtectRequest, protect,
 };
 use limosa_qemu::Watchdog;
 use limosa_qemu::monitor::Monitor;
@@ -23,7 +25,9 @@ use limosa_snapshot::Durability;
 use limosa_socket::SocketAccess;
 use serde_json::{Value, json};
 
-use crate::args::{DurableArg, KeepArgs, MethodArg, OutputArg, ProtectArgs, ProtectCommand, ProtectDisksArg};
+use crate::args::{
+    DurableArg, KeepArgs, MethodArg, OnLossArg, OutputArg, ProtectArgs, ProtectCommand, ProtectDisksArg,
+};
 use crate::job::{self, JobHandles};
 use crate::metrics::{self as server, Metrics};
 use crate::usage::misused;
@@ -34,12 +38,24 @@ pub(crate) fn run(args: ProtectArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     match (args.command, args.keep) {
         (Some(ProtectCommand::Failover(args)), _) => failover::run(*args, verbose),
         (Some(ProtectCommand::Gate(args)), _) => gate::run(&args),
-        (None, Some(args)) => keep(&args),
+        (None, Some(args)) => protect_vm(&args),
         (None, None) => bail!("nothing to protect: see limosa protect --help"),
     }
 }
 
-fn keep(args: &KeepArgs) -> anyhow::Result<ExitCode> {
+pub(crate) use keeper::run as keep;
+
+fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
+    if let Some(why) = args.contradiction() {
+        misused(why);
+    }
+    let keeper = args.to.clone().map(|uri| Ok::<_, ChannelError>(KeeperAddress { uri, tls: args.tls().read()? }));
+    let keeper = keeper.transpose()?;
+    let to = match (&keeper, &args.directory) {
+        (Some(keeper), _) => CheckpointTarget::Keeper(keeper),
+        (None, Some(directory)) => CheckpointTarget::Directory(directory),
+        (None, None) => bail!("no place for the checkpoints: see limosa protect --help"),
+    };
     let gates = gate::connect(&args.gate)?;
     let gates: Vec<&dyn OutputGate> = gates.iter().map(|gate| gate as &dyn OutputGate).collect();
     if args.every.is_by_output() && gates.is_empty() {
@@ -51,7 +67,8 @@ fn keep(args: &KeepArgs) -> anyhow::Result<ExitCode> {
         warn_of_free_output(&monitor)?;
     }
     let filters = args.output == Some(OutputArg::Filter);
-    let figures = Figures::new(args.directory.clone(), filters)?;
+    let place = args.directory.clone().or_else(|| Some(keeper.as_ref()?.uri.to_string().into())).unwrap_or_default();
+    let figures = Figures::new(place, filters)?;
     // The VM stays QEMU's, and the job can be cancelled at any moment, as a save can.
     let commands = Arc::clone(&figures);
     let handles = JobHandles::with_commands(args.control.as_deref(), JobKind::Save, commands)?;
@@ -59,7 +76,7 @@ fn keep(args: &KeepArgs) -> anyhow::Result<ExitCode> {
     let line = StatusLine::show(args.every.longest());
     let report = protect(ProtectRequest {
         monitor: &monitor,
-        directory: &args.directory,
+        to,
         options: &options(args),
         watch: handles.watch(),
         gates: &gates,
@@ -91,7 +108,11 @@ fn keep(args: &KeepArgs) -> anyhow::Result<ExitCode> {
     }
     match report.end {
         ProtectEnd::Failed(error) => {
-            let kept = format!("protection ended; checkpoint {} in {}", report.checkpoints, report.newest.display());
+            let mut kept =
+                format!("protection ended; checkpoint {} in {}", report.checkpoints, report.newest.display());
+            if report.stands_still {
+                kept.push_str("; the VM stands still (limosa resume continues it)");
+            }
             Err(anyhow::Error::from(error).context(kept))
         }
         _ => Ok(ExitCode::SUCCESS),
@@ -129,15 +150,24 @@ fn options(args: &KeepArgs) -> ProtectOptions {
     };
     options.every = args.every;
     options.stall_timeout = args.stall_timeout;
+    options.lost_after = args.lost_after;
+    options.on_loss = match args.on_loss {
+        OnLossArg::Continue => OnLoss::Continue,
+        OnLossArg::Pause => OnLoss::Pause,
+    };
     options.disks = match args.disks {
         ProtectDisksArg::Refuse => ProtectDisks::Served(args.disk_server.clone()),
         ProtectDisksArg::Ignore => ProtectDisks::Ignore,
     };
-    options.store.durability = match args.durable {
+    options.store.durability = durability(args.durable);
+    options
+}
+
+fn durability(arg: DurableArg) -> Durability {
+    match arg {
         DurableArg::Process => Durability::Unsynced,
         DurableArg::Disk => Durability::Synced,
-    };
-    options
+    }
 }
 
 /// Prints what was held back.
@@ -220,6 +250,7 @@ fn object(report: &ProtectReport, figures: &Figures) -> Value {
     };
     json!({
         "newest": report.newest.to_string_lossy(),
+        "bases": report.bases,
         "checkpoints": report.checkpoints,
         "end": end,
         "error": error,

@@ -10,6 +10,7 @@ mod stage;
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod overlays;
 
+mod line;
 mod outside;
 mod scene;
 
@@ -19,5 +20,7 @@ mod ends;
 mod failover;
 mod filters;
 mod gate;
+mod losses;
 mod refusals;
+mod remote;
 mod seen;

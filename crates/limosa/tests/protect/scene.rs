@@ -72,6 +72,26 @@ impl Scene {
         start_command(command)
     }
 
+    /// `limosa protect --qmp ... --to URI MORE`.
+    pub(crate) fn protect_to(&self, vm: &Vm, uri: &str, more: &[&str]) -> Program {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+        command.args(["protect", "--qmp"]).arg(vm.qmp_socket()).args(["--to", uri]).args(more);
+        command.env("TMPDIR", self.path("tmp")).env_remove("XDG_RUNTIME_DIR");
+        start_command(command)
+    }
+
+    /// `limosa keep URI DIR MORE`, once it listens, and its address.
+    pub(crate) fn keep(&self, uri: &str, more: &[&str]) -> (Program, String) {
+        let kept = self.kept();
+        let keeper = start(["keep", uri, text(&kept)].iter().chain(more));
+        let address = wait_for("the keeper to listen", || {
+            assert!(keeper.is_running(), "limosa ended: {}", keeper.stderr());
+            let said = keeper.stderr();
+            Some(said.split_once("listening on ")?.1.split_once('\n')?.0.to_owned())
+        });
+        (keeper, address)
+    }
+
     /// The number of the newest checkpoint, if there is one.
     pub(crate) fn newest(&self) -> Option<u64> {
         // It may become the spare while it is read.

@@ -66,6 +66,12 @@ impl EpochDisks {
         Ok(Self { disks, keeper })
     }
 
+    /// Whether the VM has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.disks.is_empty()
+    }
+
     /// Returns what has to be undone when the job ends.
     #[must_use]
     pub fn records(&self) -> Vec<ServedEpochs> {

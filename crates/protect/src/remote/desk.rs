@@ -1,0 +1,213 @@
+//! The door of a keeper: who may send checkpoints.
+//!
+//! Laws: **one primary at a time**; **a primary whose VM continues here is told so**; nobody who connects delays the
+//! primary that is kept, and nobody takes much memory.
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Acceptor, Channel, Listener, Shutdown};
+use limosa_page::error_with_causes;
+use limosa_snapshot::Manifest;
+use parking_lot::{Condvar, Mutex};
+use uuid::Uuid;
+
+use super::connect::watch_peer;
+use super::message::{Answer, Opening};
+use super::ownership;
+
+/// How long a greeting may take.
+const GREETING_WITHIN: Duration = Duration::from_secs(5);
+/// Most greetings at a time; one more ends the oldest of them.
+const GREETINGS_MAX: usize = 16;
+/// How long the door waits before it looks whether it is to close.
+const TICK: Duration = Duration::from_millis(50);
+/// The pause after a failure to accept a connection: descriptors may be short.
+const AGAIN_AFTER: Duration = Duration::from_millis(200);
+
+/// A primary that was let in.
+#[derive(Debug)]
+pub(super) struct Visitor {
+    pub(super) channel: Channel,
+    /// Bytes of its stream that were read.
+    pub(super) first_bytes: Vec<u8>,
+    pub(super) manifest: Manifest,
+    /// Its protection; `None` for a bare stream.
+    pub(super) protection: Option<Uuid>,
+}
+
+/// Who would be let in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// Anybody.
+    Anybody,
+    /// Nobody, and why.
+    Nobody(&'static str),
+}
+
+/// The state that the door's threads share with the keeper.
+#[derive(Debug)]
+pub(super) struct Desk<'k> {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// The connections that are read from, the oldest first.
+    greetings: Mutex<VecDeque<(u64, Channel)>>,
+    /// The directory of the checkpoints.
+    directory: &'k Path,
+    lost_after: Duration,
+}
+
+#[derive(Debug)]
+struct State {
+    admission: Admission,
+    visitor: Option<Visitor>,
+    closed: bool,
+}
+
+impl<'k> Desk<'k> {
+    pub(super) fn new(directory: &'k Path, lost_after: Duration) -> Self {
+        let state = State { admission: Admission::Anybody, visitor: None, closed: false };
+        Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            greetings: Mutex::new(VecDeque::new()),
+            directory,
+            lost_after,
+        }
+    }
+
+    /// Changes who is let in.
+    pub(super) fn admit(&self, admission: Admission) {
+        self.state.lock().admission = admission;
+    }
+
+    /// Ends the door's threads.
+    pub(super) fn close(&self) {
+        self.state.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for a primary, for at most `timeout`.
+    pub(super) fn wait(&self, timeout: Duration) -> Option<Visitor> {
+        let until = Instant::now() + timeout;
+        let mut state = self.state.lock();
+        loop {
+            if let Some(visitor) = state.visitor.take() {
+                return Some(visitor);
+            }
+            if self.changed.wait_until(&mut state, until).timed_out() {
+                return state.visitor.take();
+            }
+        }
+    }
+
+    /// Accepts connections until the desk is closed. `report` gets a line for each reason to refuse one.
+    pub(super) fn serve<'s>(
+        &'s self,
+        scope: &'s thread::Scope<'s, '_>,
+        listener: &'s Listener,
+        report: &'s (dyn Fn(&str) + Sync),
+    ) {
+        let mut acceptor = Acceptor::new(listener).on_refusal(|why| report(&format!("connection rejected: {why}")));
+        let mut number = 0;
+        while !self.state.lock().closed {
+            match acceptor.poll(TICK) {
+                Ok(Some(channel)) => {
+                    number += 1;
+                    // Without a descriptor or a thread for it, its peer tries again.
+                    if let Ok(kept) = channel.try_clone() {
+                        self.expect(number, kept);
+                        let greet = move || self.greet(channel, number, report);
+                        let started = thread::Builder::new().name("greeting".into()).spawn_scoped(scope, greet);
+                        if started.is_err() {
+                            self.expected(number);
+                        }
+                    }
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    tracing::warn!("{}", error_with_causes(&error));
+                    thread::sleep(AGAIN_AFTER);
+                }
+            }
+        }
+    }
+
+    /// Notes a connection that will be read from. Who is silent makes room for others.
+    fn expect(&self, number: u64, channel: Channel) {
+        let mut greetings = self.greetings.lock();
+        greetings.push_back((number, channel));
+        if greetings.len() > GREETINGS_MAX
+            && let Some((_, oldest)) = greetings.pop_front()
+        {
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Nothing more is read from it here; false if it has been closed.
+    fn expected(&self, number: u64) -> bool {
+        let mut greetings = self.greetings.lock();
+        let before = greetings.len();
+        greetings.retain(|(other, _)| *other != number);
+        greetings.len() < before
+    }
+
+    /// Reads a greeting, and lets the primary in or refuses it.
+    fn greet(&self, channel: Channel, number: u64, report: &(dyn Fn(&str) + Sync)) {
+        let peer = channel.peer().to_owned();
+        let opening = Opening::read(&channel, GREETING_WITHIN);
+        if !self.expected(number) {
+            return;
+        }
+        let opening = match opening {
+            Ok(opening) => opening,
+            Err(error) => {
+                tracing::info!("{peer}: {}", error_with_causes(&error));
+                return;
+            }
+        };
+        let (protection, first_bytes, manifest) = match opening {
+            Opening::Limosa(hello) => (Some(hello.protection), Vec::new(), hello.manifest),
+            Opening::Bare(first_bytes) => (None, first_bytes, Manifest::new()),
+        };
+        watch_peer(&channel, self.lost_after);
+        let (answer, before) = {
+            let mut state = self.state.lock();
+            let answer = self.answer(&state, protection);
+            let welcome = matches!(answer, Answer::Welcome(_));
+            let kept = Admission::Nobody("it keeps the checkpoints of a VM already");
+            (answer, welcome.then(|| std::mem::replace(&mut state.admission, kept)))
+        };
+        let said = protection.map_or(Ok(()), |_| answer.write(&channel));
+        match (&answer, said) {
+            (Answer::Welcome(_), Ok(())) => {
+                self.state.lock().visitor = Some(Visitor { channel, first_bytes, manifest, protection });
+                self.changed.notify_all();
+            }
+            (Answer::Welcome(_), Err(error)) => {
+                tracing::info!("{peer}: {}", error_with_causes(&error));
+                if let Some(before) = before {
+                    self.admit(before);
+                }
+            }
+            (Answer::Busy(why) | Answer::TakenOver(why) | Answer::Refused(why), _) => {
+                report(&format!("{peer}: not kept: {why}"));
+            }
+        }
+    }
+
+    fn answer(&self, state: &State, protection: Option<Uuid>) -> Answer {
+        match protection.map(|protection| ownership::is_taken_over(self.directory, protection)) {
+            Some(Ok(true)) => return Answer::TakenOver("the VM continues from its checkpoints there".into()),
+            Some(Err(error)) => return Answer::Busy(format!("its directory cannot be read: {error}")),
+            Some(Ok(false)) | None => {}
+        }
+        match &state.admission {
+            _ if state.closed => Answer::Busy("it ends".into()),
+            Admission::Anybody => Answer::Welcome(self.directory.display().to_string()),
+            Admission::Nobody(why) => Answer::Busy((*why).into()),
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! A keeper on another host: the checkpoints outlive the VM's host.
+//!
+//! The keeper is the secondary of QEMU's COLO, as it is on the VM's own host: one engine receives, [`Series`]. On the
+//! VM's host a [`Relay`] passes QEMU's stream on, and holds gates and the VM's stops.
+//!
+//! ```text
+//!  the VM's host                                   another host
+//!  QEMU ──► Relay ──────────────────────────────► Series ──► DIR/checkpoint.limosa
+//!       ◄── seals, lets out, waits until due ◄────
+//! ```
+//!
+//! A bare QEMU or a VMM that links limosa may be the primary as well: it takes the request for the next checkpoint,
+//! answered, for the word that the last one counts.
+//!
+//! [`Series`]: crate::series::Series
+
+mod connect;
+mod desk;
+mod keep;
+mod message;
+mod ownership;
+mod recovery;
+mod relay;
+
+pub use connect::KeeperAddress;
+pub use keep::{KeepEvent, KeepOptions, KeepReport, KeepRequest, keep};
+pub use message::Farewell;
+pub use ownership::take_over;
+pub(crate) use recovery::{Recovery, Unprotected};
+pub(crate) use relay::{Relay, cut};
