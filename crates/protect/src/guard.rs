@@ -20,7 +20,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The events that say how the VM and its checkpoints are.
 const EVENTS: [&str; 5] = ["STOP", "RESUME", "COLO_EXIT", "SHUTDOWN", "MIGRATION"];
 
-/// What the thread of a series and its guard know of each other.
+/// State that the thread of a series and its guard share.
 #[derive(Debug)]
 pub(crate) struct Pulse {
     /// Whether the VM may stand still because of the keeper: set by the thread of the series.

@@ -1,9 +1,10 @@
 //! The series: a base, and one checkpoint after the other into the store.
 //!
 //! The order of each turn: the store catches up while the VM runs, the VM is let stop, its checkpoint is received into
-//! memory, its disks and its output are sealed, the VM is let continue, the checkpoint is stored, the disks are prepared
-//! for it, it is committed, its output is let out and the disks keep it. So the pause holds nothing but receiving and the seal, as long as there is room for the pages. A checkpoint that
-//! came whole is committed also if QEMU has died meanwhile: it is the newest state that there is.
+//! memory, its disks and its output are sealed, the VM is let continue, the checkpoint is stored, the disks are
+//! prepared for it, it is committed, its output is let out and the disks keep it. So the pause holds nothing but
+//! receiving and the seal, as long as there is room for the pages. A checkpoint that came whole is committed also if
+//! QEMU has died meanwhile: it is the newest state that there is.
 //!
 //! The store is here. The VM is behind a [`Primary`]: on this host, or at the other end of the channel.
 //!

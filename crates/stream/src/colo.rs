@@ -20,8 +20,8 @@
 //! sections are FULL ones and the byte that ends them, without the description that a base has. Facts from the wire of
 //! QEMU 10.0 and 11.1.
 //!
-//! Two limosas have more to say to each other, in [notes](ColoMessage::Note) between the messages; neither sends them to
-//! another program.
+//! Two limosas have more to say to each other, in [notes](ColoMessage::Note) between the messages; neither sends them
+//! to another program.
 
 use crate::cursor::{Cursor, Stop};
 use crate::error::{ErrorKind, StreamError};
@@ -48,7 +48,8 @@ pub enum ColoMessage {
     VmstateReceived,
     /// 6, to the primary: the VM may continue.
     VmstateLoaded,
-    /// `0x4c4d5300` and the kind, from limosa to limosa: a number. Kinds that a reader does not know mean nothing to it.
+    /// `0x4c4d5300` and the kind, from limosa to limosa: a number. Kinds that a reader does not know mean nothing to
+    /// it.
     Note {
         /// The kind of number.
         kind: u8,

@@ -99,8 +99,8 @@ pub(crate) struct KeepArgs {
     pub(crate) to: Option<Uri>,
 
     // No `flatten` as elsewhere: of optional arguments that have some of their own clap sees none.
-    /// Encrypt the connection of --to by TLS; DIR has ca-cert.pem, client-cert.pem and client-key.pem (the dir of QEMU's
-    /// tls-creds-x509)
+    /// Encrypt the connection of --to by TLS; DIR has ca-cert.pem, client-cert.pem and client-key.pem (the dir of
+    /// QEMU's tls-creds-x509)
     #[arg(long, value_name = "DIR", requires = "to")]
     tls_creds: Option<PathBuf>,
 
@@ -112,7 +112,7 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_lost_after, default_value = "3s", requires = "to")]
     pub(crate) lost_after: Duration,
 
-    /// What becomes of the VM while the keeper of --to is lost
+    /// Treatment of the VM while the keeper of --to is lost
     #[arg(long, value_enum, default_value_t = OnLossArg::Continue, requires = "to")]
     pub(crate) on_loss: OnLossArg,
 

@@ -95,7 +95,7 @@ pub enum KeepEvent<'a> {
     Ended {
         /// Number of the newest checkpoint; `None` if not even the base counts.
         newest: Option<u64>,
-        /// What the primary has said; `None`: it is lost, or something failed here.
+        /// The last word of the primary; `None`: it is lost, or something failed here.
         farewell: Option<Farewell>,
         /// The failure, if there was one.
         error: Option<&'a ProtectError>,

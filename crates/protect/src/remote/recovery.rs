@@ -37,7 +37,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// The longest attempt to connect.
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);
 
-/// What a VM without protection does.
+/// The state of a VM without protection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unprotected {
     /// It runs, and COLO has been ended.
@@ -134,7 +134,7 @@ impl<'a> Recovery<'a> {
         }
     }
 
-    /// Waits until the keeper is to be tried again, longer each time.
+    /// Waits until it is time to try the keeper again, longer each time.
     fn sleep(&mut self, seen: &mut Seen) -> Result<(), ProtectError> {
         let begun = Instant::now();
         while begun.elapsed() < self.wait {

@@ -54,7 +54,7 @@ pub(crate) struct Relay<'a> {
     pub(crate) kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
 }
 
-/// What both threads know.
+/// State that both threads share.
 #[derive(Debug, Default)]
 struct Shared {
     /// QEMU's stream has ended.
