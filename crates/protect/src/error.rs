@@ -77,6 +77,13 @@ pub enum ProtectError {
         source: std::io::Error,
     },
 
+    /// The standby QEMU.
+    #[error("the standby QEMU cannot continue the VM: {reason}")]
+    Standby {
+        /// QEMU's own message, or its state.
+        reason: String,
+    },
+
     /// Protection is not possible with this QEMU, this VM or these options.
     #[error("{0}")]
     Refused(String),

@@ -208,7 +208,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
 
 /// A place that is ready for a base.
 enum Place {
-    Here(CheckpointBase),
+    Here(Box<CheckpointBase>),
     There(Channel),
 }
 
@@ -216,7 +216,7 @@ impl Place {
     fn open(target: CheckpointTarget<'_>, options: &ProtectOptions, manifest: &Manifest) -> Result<Self, ProtectError> {
         Ok(match target {
             CheckpointTarget::Directory(path) => {
-                Self::Here(CheckpointDirectory::open(path)?.receive_base(options.store)?)
+                Self::Here(Box::new(CheckpointDirectory::open(path)?.receive_base(options.store)?))
             }
             CheckpointTarget::Keeper(keeper) => Self::There(keeper.greet(manifest, options.lost_after)?),
         })
@@ -316,7 +316,7 @@ impl Protection<'_> {
         };
         let (mut kept, mut seen) = match place {
             Place::Here(base) if options.method == CheckpointMethod::Background => {
-                Background::new(vm, &listener, (began, kept)).keep(base, found.manifest.clone())
+                Background::new(vm, &listener, (began, kept)).keep(*base, found.manifest.clone())
             }
             Place::Here(base) => {
                 let channel = connect()?;
@@ -326,7 +326,7 @@ impl Protection<'_> {
                 let incoming = Incoming { channel, first_bytes: Vec::new(), manifest: found.manifest.clone() };
                 let let_go = || handle.control.stop(Stop::Cancel);
                 let guard = Guard::new(&vm, Duration::ZERO, &let_go, heartbeat());
-                beside(guard, move || series.keep(incoming, base))?
+                beside(guard, move || series.keep(incoming, *base))?
             }
             Place::There(keeper) => {
                 let channel = connect()?;

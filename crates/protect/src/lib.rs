@@ -12,6 +12,7 @@
 //! | the VM of a series, on this host or elsewhere | `primary` |
 //! | a keeper on another host, and this end's relay to it | `remote` |
 //! | the gate that holds the VM's frames back until their checkpoint counts | [`gate`] |
+//! | a QEMU on the keeper's host that has the VM's memory already | `standby` |
 //! | checkpoints without COLO | `background` |
 //! | filters in QEMU, for a VM without gates | `filters` |
 //! | what is counted | [`ProtectReport`], [`KeptBase`], [`KeptCheckpoint`] |
@@ -63,13 +64,17 @@ mod primary;
 mod remote;
 mod report;
 mod series;
+mod standby;
 mod times;
 
 pub use error::ProtectError;
 pub use keeper::{CheckpointTarget, ProtectRequest, protect};
 pub use options::{CheckpointMethod, CheckpointTiming, OnLoss, ProtectDisks, ProtectOptions};
-pub use remote::{Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, KeeperAddress, keep, take_over};
+pub use remote::{
+    Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, KeeperAddress, StandbyOptions, Survivor, keep, take_over,
+};
 pub use report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
+pub use standby::Continued;
 pub use times::Percentiles;
 
 /// The example of the README, compiled.

@@ -4,10 +4,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_migrate::output::{CheckpointCause, OutputCounters, OutputGates};
+use limosa_migrate::stored::StreamSetup;
 use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::EpochDisks;
 use limosa_qemu::monitor::{Monitor, RunState};
-use limosa_snapshot::{Durability, ProtectedDisk};
+use limosa_snapshot::{CheckpointPair, Durability, ProtectedDisk};
 
 use crate::error::ProtectError;
 use crate::guard::Pulse;
@@ -23,6 +24,9 @@ const TELL_EVERY: Duration = Duration::from_millis(250);
 pub(crate) trait Primary: Sync {
     /// The store is at work for the next checkpoint, which may take long. Called again and again.
     fn working(&self) -> Result<(), ProtectError>;
+
+    /// The base has arrived, with this layout.
+    fn arrived(&self, setup: &StreamSetup);
 
     /// Waits until the VM may be stopped for a checkpoint; the one before stopped it at `before`. From then on the VM
     /// may stand still.
@@ -55,8 +59,8 @@ pub(crate) trait Primary: Sync {
         Ok(())
     }
 
-    /// A checkpoint counts: its output may leave. The base has no `kept`.
-    fn commit(&self, epoch: u64, kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError>;
+    /// A checkpoint counts, the newest of `pair`: its output may leave. The base has no `kept`.
+    fn commit(&self, pair: &CheckpointPair, kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError>;
 
     /// Hears a note, if the primary is a limosa elsewhere. Whether it has ended the series by it.
     fn hear(&self, kind: u8, value: u64) -> bool;
@@ -82,6 +86,8 @@ pub(crate) struct LocalVm<'a> {
 type Tell<'t> = &'t dyn Fn(bool) -> Result<(), ProtectError>;
 
 impl Primary for LocalVm<'_> {
+    fn arrived(&self, _setup: &StreamSetup) {}
+
     fn working(&self) -> Result<(), ProtectError> {
         Ok(())
     }
@@ -119,8 +125,9 @@ impl Primary for LocalVm<'_> {
         Ok(self.disks.prepare(epoch, self.options.store.durability == Durability::Synced)?)
     }
 
-    fn commit(&self, epoch: u64, _kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError> {
-        let released = self.outputs.commit(epoch).map_err(ProtectError::Gate);
+    fn commit(&self, pair: &CheckpointPair, _kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError> {
+        let epoch = pair.number();
+        let released = self.release(epoch);
         // The base is what the images have.
         if epoch == 0 { released } else { released.and(self.disks.keep(epoch).map_err(ProtectError::from)) }
     }
@@ -141,6 +148,11 @@ impl LocalVm<'_> {
         self.wait_running(Some(tell))?;
         self.pulse.set_pausing(true);
         Ok(())
+    }
+
+    /// Lets the output of a checkpoint that counts out.
+    pub(crate) fn release(&self, epoch: u64) -> Result<(), ProtectError> {
+        self.outputs.commit(epoch).map_err(ProtectError::Gate)
     }
 
     /// Ends the series of the gates: output that belongs to `epoch` or a later one is dropped, and nothing is held back

@@ -100,6 +100,7 @@ impl Series<'_> {
         let options = DestinationOptions { colo: true, first_bytes, ..DestinationOptions::default() };
         let received = Destination::new(&mut base, channel, self.handle).options(options).run()?;
         let mut checkpoints = received.into_checkpoints()?;
+        self.primary.arrived(&checkpoints.base().setup);
         // The VM stands still since the end of the base, which its disks are as of now.
         manifest.protected_disks = self.primary.begin_disks()?;
         self.primary.seal(0)?;
@@ -114,7 +115,7 @@ impl Series<'_> {
         manifest.pages.resent = checkpoints.base().stats.resent_pages;
         let mut pair = base.finish(&checkpoints.base().tail, manifest)?;
         kept.newest = Some(pair.newest().path.clone());
-        self.primary.commit(0, None)?;
+        self.primary.commit(&pair, None)?;
         let bytes = self.handle.progress.read().bytes;
         (self.began)(&KeptBase { path: pair.newest().path.clone(), bytes, elapsed: begun.elapsed() });
         let (mut before, mut waiting) = (None, Waiting::new(self.buffer));
@@ -203,7 +204,7 @@ impl Series<'_> {
         let period = before.replace(stopping).map(|before| stopping.saturating_duration_since(before));
         let (number, bytes) = (stored.number, checkpoint.stats.bytes);
         let mut kept = KeptCheckpoint { number, pause, commit, catch_up, period, bytes, stored, output: None };
-        let released = sealed.and_then(|()| self.primary.commit(number, Some(&kept)));
+        let released = sealed.and_then(|()| self.primary.commit(pair, Some(&kept)));
         kept.output = self.primary.counters();
         Ok(Turned::Kept(Box::new(kept), released.and_then(|()| Ok(loaded.map(drop)?))))
     }

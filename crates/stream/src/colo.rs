@@ -48,8 +48,7 @@ pub enum ColoMessage {
     VmstateReceived,
     /// 6, to the primary: the VM may continue.
     VmstateLoaded,
-    /// `0x4c4d5300` and the kind, from limosa to limosa: a number. Kinds that a reader does not know mean nothing to
-    /// it.
+    /// `0x4c4d5300` and the kind, from limosa to limosa: a number. A reader ignores kinds that are new to it.
     Note {
         /// The kind of number.
         kind: u8,

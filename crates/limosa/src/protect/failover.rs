@@ -4,6 +4,7 @@
 //! caller says that it does not, or gives a command that makes sure of it. **Memory and disks are of one instant**:
 //! disks that belong to the checkpoint are brought to it first.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::thread;
@@ -28,11 +29,7 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         bail!("{}: no checkpoint is in this directory", args.directory.display());
     }
     if let Some(command) = &args.fence {
-        let ended = Command::new("sh").arg("-c").arg(command).status().context("cannot run the fence command")?;
-        if !ended.success() {
-            let command = command.to_string_lossy();
-            bail!("`{command}`, the fence command, failed ({ended}): the protected VM may still run");
-        }
+        fence(command)?;
     }
     let directory = newest(&args.directory)?;
     let snapshot = directory.checkpoint();
@@ -42,6 +39,16 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     drop(directory);
     let FailoverArgs { how, steer, start_within, command, .. } = args;
     run::run(&RunArgs { snapshot, how, steer, start_within, command }, verbose)
+}
+
+/// Has a command make sure that the protected VM is off.
+pub(super) fn fence(command: &OsStr) -> anyhow::Result<()> {
+    let ended = Command::new("sh").arg("-c").arg(command).status().context("cannot run the fence command")?;
+    if !ended.success() {
+        let command = command.to_string_lossy();
+        bail!("`{command}`, the fence command, failed ({ended}): the protected VM may still run");
+    }
+    Ok(())
 }
 
 /// Has the disks of a checkpoint as of it. Only servers that the user named are asked: the file may name others.

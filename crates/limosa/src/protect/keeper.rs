@@ -1,16 +1,25 @@
 //! `limosa keep`: checkpoints of VMs on other hosts.
 
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
+use anyhow::Context as _;
 use limosa_channel::{Listener, Options};
-use limosa_console::{error_line, print_out, quantity, say};
+use limosa_console::{anyhow_error_line, error_line, print_out, quantity, say};
 use limosa_control::JobKind;
-use limosa_protect::{Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, keep};
+use limosa_protect::{
+    Continued, Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, StandbyOptions, Survivor, keep,
+};
+use limosa_qemu::{check_command_line, check_program};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
+use signal_hook::consts::SIGUSR1;
 
 use super::durability;
 use crate::args::KeeperArgs;
-use crate::job::JobHandles;
+use crate::job::{JobHandles, THIS_PROGRAM};
+use crate::run;
 use crate::usage::misused;
 
 pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<ExitCode> {
@@ -22,20 +31,67 @@ pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<ExitCode> {
     options.stall_timeout = args.stall_timeout;
     options.store.durability = durability(args.durable);
     let listener = Listener::bind(&args.uri, &Options { tls: args.tls.read()?, ..Options::default() })?;
+    let (now, outcome) = (Arc::new(AtomicBool::new(false)), Mutex::new(None));
+    let fence = || fence(args);
+    let survive = |survivor| *outcome.lock() = Some(outlive(survivor, args));
+    let standby = (!args.command.is_empty()).then_some(StandbyOptions {
+        command: &args.command,
+        warm: args.standby,
+        start_within: args.start_within,
+        when_lost: args.when_lost,
+        now: &now,
+        fence: &fence,
+        survive: &survive,
+    });
+    if standby.is_some() {
+        check_command_line(&args.command)?;
+        check_program(&args.command)?;
+        signal_hook::flag::register(SIGUSR1, Arc::clone(&now)).context("cannot handle signals")?;
+    }
     let handles = JobHandles::with_socket(None, JobKind::Save, "keeping", true)?;
-    say!("limosa: listening on {}", listener.local_uri());
     let report = keep(KeepRequest {
         listener: &listener,
         directory: &args.directory,
         options: &options,
+        standby,
         watch: handles.watch(),
-        event: &tell_event,
+        event: &|event| match event {
+            KeepEvent::Listening => say!("limosa: listening on {}", listener.local_uri()),
+            other => tell_event(other),
+        },
     })?;
     tell(&report);
     if args.json {
         print_out!("{}", object(&report));
     }
-    Ok(ExitCode::SUCCESS)
+    match outcome.into_inner() {
+        Some(status) => Ok(run::like(status?)),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// Makes sure that the protected VM is off.
+fn fence(args: &KeeperArgs) -> Result<(), String> {
+    let Some(command) = &args.fence else { return Ok(()) };
+    super::fence(command).map_err(|error| anyhow_error_line(&error))
+}
+
+/// Waits for the end of the VM that continues here.
+fn outlive(survivor: Survivor, args: &KeeperArgs) -> anyhow::Result<ExitStatus> {
+    match survivor {
+        Survivor::Runs(continued) => {
+            let Continued { child, elapsed, .. } = *continued;
+            say!("limosa: the VM continues here, {} after it was fenced", quantity::time(elapsed));
+            run::outlive(child, &args.command)
+        }
+        _ => {
+            say!("limosa: the VM continues here, from its checkpoint");
+            let mut command = Command::new(THIS_PROGRAM);
+            command.args(["protect", "failover", "--fenced"]).arg(&args.directory).arg("--").args(&args.command);
+            let child = command.spawn().context("cannot start the failover")?;
+            run::outlive(child, &args.command)
+        }
+    }
 }
 
 fn tell_event(event: &KeepEvent<'_>) {
@@ -87,5 +143,6 @@ fn object(report: &KeepReport) -> Value {
         "elapsed_ms": quantity::millis(report.elapsed),
         "pages": { "contents": report.pages, "unchanged": report.equal_pages, "zero": report.zero_pages },
         "received_bytes": report.bytes,
+        "failed_over": report.failed_over,
     })
 }

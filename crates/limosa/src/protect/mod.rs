@@ -43,6 +43,7 @@ pub(crate) fn run(args: ProtectArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     }
 }
 
+use failover::fence;
 pub(crate) use keeper::run as keep;
 
 fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {

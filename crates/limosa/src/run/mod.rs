@@ -122,6 +122,13 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     Ok(like(status))
 }
 
+/// Relays for a QEMU, or a limosa that runs one, that has its VM already, until it ends.
+pub(crate) fn outlive(child: Child, command: &[OsString]) -> anyhow::Result<ExitStatus> {
+    let relay = Relay::start()?;
+    relay.aim(child.id());
+    Qemu { child, relay, program: program(command) }.wait()
+}
+
 /// The VM that is restored, and the part that working sets have in it.
 struct StoredVm<'a> {
     snapshot: &'a Snapshot,
@@ -370,7 +377,7 @@ fn failed(status: ExitStatus) -> ExitCode {
 }
 
 /// Ends as QEMU has: by the same signal, or with the same status.
-fn like(status: ExitStatus) -> ExitCode {
+pub(crate) fn like(status: ExitStatus) -> ExitCode {
     if let Some(signal) = status.signal() {
         // Returns only for a signal that ends nothing.
         let _ = signal_hook::low_level::emulate_default_handler(signal);

@@ -244,3 +244,62 @@ fn a_gate_that_ends_ends_the_protection_and_leaves_the_vm_running() {
     let _gate = scene.gate(&[]);
     outside.wait_counts(5);
 }
+
+#[test]
+fn nothing_is_seen_outside_that_a_keeper_on_another_host_does_not_know() {
+    needs_newest_qemu!();
+    let (scene, outside) = scene();
+    let _gate = scene.gate(&[]);
+    let (_keeper, at) = scene.keep("tcp:127.0.0.1:0", &[]);
+    let gate = scene.path("gate").display().to_string();
+    let mut vm = counting_guest(&scene);
+    outside.wait_counts(3);
+    for (every, moment) in [("20ms", 3), ("event", 57), ("50ms", 131), ("event", 210)] {
+        let protect = scene.protect_to(&vm, &at, &["--gate", &gate, "--every", every]);
+        scene.wait_checkpoint(3, &protect);
+        outside.wait_counts(5);
+        thread::sleep(Duration::from_millis(moment));
+        kill9(vm.pid()).unwrap();
+        let ended = protect.wait();
+        assert!(ended.stderr.contains("QEMU has ended"), "{}", ended.stderr);
+        vm = survivor(&scene);
+        outside.wait_counts(3);
+        outside.assert_whole();
+        scene.forget();
+    }
+    // What was held when the VM's whole host failed is lost, and still nothing comes twice.
+    let protect = scene.protect_to(&vm, &at, &["--gate", &gate, "--every", "event"]);
+    scene.wait_checkpoint(3, &protect);
+    outside.wait_counts(5);
+    for pid in [watchdog(&protect).unwrap(), protect.pid(), vm.pid()] {
+        kill9(pid).unwrap();
+    }
+    wait_gone(vm.pid());
+    let _survivor = survivor(&scene);
+    outside.wait_counts(5);
+    let counts = outside.counts();
+    assert!(counts.is_sorted_by(|one, next| one < next), "{counts:?}");
+}
+
+#[test]
+fn nothing_is_seen_outside_that_a_standby_does_not_know() {
+    needs_newest_qemu!();
+    for moment in [5, 70] {
+        let (scene, outside) = scene();
+        let _gate = scene.gate(&[]);
+        let gate = scene.path("gate").display().to_string();
+        let vm = counting_guest(&scene);
+        let options = ["--standby", "--when-lost", "200ms", "--fenced"];
+        let (keeper, at) = scene.keep_for_failover("tcp:127.0.0.1:0", &options);
+        let protect = scene.protect_to(&vm, &at, &["--gate", &gate, "--every", "event"]);
+        scene.wait_checkpoint(3, &protect);
+        outside.wait_counts(10);
+        thread::sleep(Duration::from_millis(moment));
+        kill9(vm.pid()).unwrap();
+        wait_for("the failover", || keeper.stderr().contains("the VM continues here").then_some(()));
+        outside.wait_counts(10);
+        outside.assert_whole();
+        keeper.signal(Signal::TERM);
+        keeper.wait();
+    }
+}

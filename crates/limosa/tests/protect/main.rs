@@ -24,3 +24,4 @@ mod losses;
 mod refusals;
 mod remote;
 mod seen;
+mod standby;

@@ -33,10 +33,11 @@ fn beats_continue_at_the_keeper_when_the_vm_and_all_of_its_host_are_killed() {
         }
         wait_gone(vm.pid());
         wait_for("the keeper to notice", || keeper.stderr().contains("may be lost").then_some(()));
+        // Lines of a serial port do not wait for checkpoints.
         let last = vm.last_pass().unwrap();
         let failover = scene.failover(&["--fenced"]);
         let first = failover.wait_passes(3);
-        assert!((last.saturating_sub(1)..=last + 1).contains(&first), "pass {first} after {last}");
+        assert!((last.saturating_sub(10)..=last + 1).contains(&first), "pass {first} after {last}");
         failover.check_and_end();
         keeper.signal(Signal::INT);
         let report = keeper.wait().json();
@@ -134,7 +135,7 @@ fn a_bare_qemu_may_be_the_primary() {
     let last = vm.last_pass().unwrap();
     let failover = scene.failover(&["--fenced"]);
     let first = failover.wait_passes(2);
-    assert!((last.saturating_sub(1)..=last + 1).contains(&first), "pass {first} after {last}");
+    assert!((last.saturating_sub(10)..=last + 1).contains(&first), "pass {first} after {last}");
     failover.check_and_end();
 }
 
@@ -178,7 +179,7 @@ fn what_answers_at_the_keepers_address_is_not_believed() {
         let at = format!("tcp:{}", listener.local_addr().unwrap());
         let protect = scene.protect_to(&vm, &at, &["--lost-after", "1s"]);
         let (mut stream, _) = listener.accept().unwrap();
-        stream.read(&mut [0; 64]).unwrap();
+        stream.read_exact(&mut [0; 16]).unwrap();
         stream.write_all(answer).unwrap();
         protect.wait().one_line(&["no connection to the keeper at"]);
         found.assert_same(&vm);

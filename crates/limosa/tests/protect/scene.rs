@@ -123,17 +123,29 @@ impl Scene {
         gate
     }
 
-    /// `limosa protect failover OPTIONS DIR -- QEMU`.
-    pub(crate) fn failover(&self, options: &[&str]) -> Failover<'_> {
+    /// QEMU's command line for a VM that continues, with a monitor at `qmp`.
+    fn survivor_line(&self) -> Vec<String> {
         let mut line = self.machine.command_line(self.folder.path()).unwrap();
         let qmp = self.path("qmp");
         line.extend(["-qmp".to_owned(), format!("unix:{},server=on,wait=off", qmp.display())]);
-        let kept = self.kept();
+        line
+    }
+
+    /// `limosa protect failover OPTIONS DIR -- QEMU`.
+    pub(crate) fn failover(&self, options: &[&str]) -> Failover<'_> {
+        let (line, kept) = (self.survivor_line(), self.kept());
         let mut arguments = vec!["protect", "failover"];
         arguments.extend_from_slice(options);
         arguments.extend([text(&kept), "--"]);
         arguments.extend(line.iter().map(String::as_str));
         Failover { limosa: start(arguments), scene: self }
+    }
+
+    /// `limosa keep URI DIR OPTIONS -- QEMU`, once it listens, and its address.
+    pub(crate) fn keep_for_failover(&self, uri: &str, options: &[&str]) -> (Program, String) {
+        let line = self.survivor_line();
+        let line = ["--"].into_iter().chain(line.iter().map(String::as_str));
+        self.keep(uri, &options.iter().copied().chain(line).collect::<Vec<_>>())
     }
 }
 
@@ -143,7 +155,12 @@ pub(crate) struct Failover<'a> {
     scene: &'a Scene,
 }
 
-impl Failover<'_> {
+impl<'a> Failover<'a> {
+    /// The VM that a keeper has continued.
+    pub(crate) fn of(keeper: Program, scene: &'a Scene) -> Self {
+        Self { limosa: keeper, scene }
+    }
+
     /// Waits for the guest to have said `count` numbers of passes; the first of them.
     pub(crate) fn wait_passes(&self, count: usize) -> u32 {
         wait_for("the guest's passes", || {

@@ -45,6 +45,29 @@ pub(super) enum Admission {
     Anybody,
     /// Nobody, and why.
     Nobody(&'static str),
+    /// The VM that may have been lost: one that does not have another name.
+    Only(VmName),
+}
+
+/// The names of a VM; it may have none.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct VmName {
+    uuid: Option<Uuid>,
+    name: Option<String>,
+}
+
+impl VmName {
+    pub(super) fn of(manifest: &Manifest) -> Self {
+        Self { uuid: manifest.vm_uuid, name: manifest.vm_name.clone() }
+    }
+
+    /// Whether nothing tells the two apart.
+    fn may_be(&self, other: &Self) -> bool {
+        fn differ<T: PartialEq>(one: Option<&T>, other: Option<&T>) -> bool {
+            one.zip(other).is_some_and(|(one, other)| one != other)
+        }
+        !differ(self.uuid.as_ref(), other.uuid.as_ref()) && !differ(self.name.as_ref(), other.name.as_ref())
+    }
 }
 
 /// The state that the door's threads share with the keeper.
@@ -87,6 +110,16 @@ impl<'k> Desk<'k> {
     pub(super) fn close(&self) {
         self.state.lock().closed = true;
         self.changed.notify_all();
+    }
+
+    /// Lets nobody in any more, and says why; unless somebody has just come.
+    pub(super) fn shut(&self, why: &'static str) -> bool {
+        let mut state = self.state.lock();
+        let is_free = state.visitor.is_none() && !matches!(state.admission, Admission::Nobody(_));
+        if is_free {
+            state.admission = Admission::Nobody(why);
+        }
+        is_free
     }
 
     /// Waits for a primary, for at most `timeout`.
@@ -175,7 +208,7 @@ impl<'k> Desk<'k> {
         watch_peer(&channel, self.lost_after);
         let (answer, before) = {
             let mut state = self.state.lock();
-            let answer = self.answer(&state, protection);
+            let answer = self.answer(&state, protection, &VmName::of(&manifest));
             let welcome = matches!(answer, Answer::Welcome(_));
             let kept = Admission::Nobody("it keeps the checkpoints of a VM already");
             (answer, welcome.then(|| std::mem::replace(&mut state.admission, kept)))
@@ -198,7 +231,7 @@ impl<'k> Desk<'k> {
         }
     }
 
-    fn answer(&self, state: &State, protection: Option<Uuid>) -> Answer {
+    fn answer(&self, state: &State, protection: Option<Uuid>, vm: &VmName) -> Answer {
         match protection.map(|protection| ownership::is_taken_over(self.directory, protection)) {
             Some(Ok(true)) => return Answer::TakenOver("the VM continues from its checkpoints there".into()),
             Some(Err(error)) => return Answer::Busy(format!("its directory cannot be read: {error}")),
@@ -207,6 +240,10 @@ impl<'k> Desk<'k> {
         match &state.admission {
             _ if state.closed => Answer::Busy("it ends".into()),
             Admission::Anybody => Answer::Welcome(self.directory.display().to_string()),
+            Admission::Only(lost) if protection.is_some() && lost.may_be(vm) => {
+                Answer::Welcome(self.directory.display().to_string())
+            }
+            Admission::Only(_) => Answer::Busy("it waits for another VM that may be lost".into()),
             Admission::Nobody(why) => Answer::Busy((*why).into()),
         }
     }

@@ -2,24 +2,28 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Listener};
 use limosa_migrate::output::OutputCounters;
+use limosa_migrate::stored::StreamSetup;
 use limosa_page::error_with_causes;
 use limosa_qemu::JobContext;
-use limosa_snapshot::{CheckpointDirectory, CheckpointOptions};
+use limosa_snapshot::{CheckpointDirectory, CheckpointOptions, CheckpointPair};
 use parking_lot::Mutex;
 use uuid::Uuid;
 
-use super::desk::{Admission, Desk, Visitor};
+use super::desk::{Admission, Desk, Visitor, VmName};
+use super::failover::{Fate, Lost, StandbyOptions};
 use super::message::{Farewell, Note};
 use super::ownership;
 use crate::error::ProtectError;
 use crate::primary::Primary;
 use crate::report::{KeptCheckpoint, Tally};
 use crate::series::{Incoming, Kept, Series, Silence};
+use crate::standby::Standby;
 
 /// How long a primary is waited for before it is looked whether the keeper is to end.
 const TICK: Duration = Duration::from_millis(50);
@@ -64,6 +68,8 @@ pub struct KeepRequest<'a> {
     pub directory: &'a Path,
     /// The options.
     pub options: &'a KeepOptions,
+    /// Has the VM continue here when it is lost; `None`: a failover is somebody else's to begin.
+    pub standby: Option<StandbyOptions<'a>>,
     /// The handles by which the job is watched and stopped; notices are about connections that were refused.
     pub watch: JobContext<'a>,
     /// Called with what happens, on the thread that receives.
@@ -76,6 +82,7 @@ impl fmt::Debug for KeepRequest<'_> {
             .field("listener", &self.listener)
             .field("directory", &self.directory)
             .field("options", &self.options)
+            .field("standby", &self.standby)
             .finish_non_exhaustive()
     }
 }
@@ -84,6 +91,8 @@ impl fmt::Debug for KeepRequest<'_> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum KeepEvent<'a> {
+    /// Primaries may connect.
+    Listening,
     /// A primary has connected, and its base comes.
     Connected {
         /// Its address.
@@ -95,7 +104,7 @@ pub enum KeepEvent<'a> {
     Ended {
         /// Number of the newest checkpoint; `None` if not even the base counts.
         newest: Option<u64>,
-        /// The last word of the primary; `None`: it is lost, or something failed here.
+        /// The primary's own reason; `None`: it is lost, or something failed here.
         farewell: Option<Farewell>,
         /// The failure, if there was one.
         error: Option<&'a ProtectError>,
@@ -120,6 +129,8 @@ pub struct KeepReport {
     pub zero_pages: u64,
     /// Bytes that came for checkpoints.
     pub bytes: u64,
+    /// Whether the VM was failed over, and its survivor has ended.
+    pub failed_over: bool,
     /// From the first listening to the end.
     pub elapsed: Duration,
 }
@@ -133,26 +144,50 @@ pub fn keep(request: KeepRequest<'_>) -> Result<KeepReport, ProtectError> {
     let begun = Instant::now();
     // Held only while there is a primary: a failover takes it otherwise.
     drop(CheckpointDirectory::open(directory)?);
+    (request.event)(&KeepEvent::Listening);
     let desk = &Desk::new(directory, options.lost_after);
-    let (mut sum, mut newest, mut series) = (Tally::new(), None, 0);
+    let (mut sum, mut newest, mut series, mut failed_over) = (Tally::new(), None, 0, false);
     thread::scope(|scope| {
         let door = thread::Builder::new().name("door".into());
         let report = watch.notice;
         door.spawn_scoped(scope, move || desk.serve(scope, listener, report)).map_err(ProtectError::Thread)?;
-        while watch.handle.control.stop_requested().is_none() {
-            let Some(visitor) = desk.wait(TICK) else { continue };
-            let kept = receive(request, visitor);
-            sum.add_all(&kept.tally);
-            if kept.newest.is_some() {
-                series += 1;
-                newest = kept.newest;
+        let mut lost = None::<Lost>;
+        let mut serve = || {
+            while watch.handle.control.stop_requested().is_none() {
+                let fate = match (&mut lost, &request.standby) {
+                    (Some(lost), Some(standby)) => lost.wait(desk, standby, directory, watch)?,
+                    _ => match desk.wait(TICK) {
+                        Some(visitor) => Fate::Back(Box::new(visitor)),
+                        None => continue,
+                    },
+                };
+                match fate {
+                    Fate::Back(visitor) => {
+                        let kept = receive(request, *visitor, &mut lost);
+                        sum.add_all(&kept.tally);
+                        if kept.newest.is_some() {
+                            series += 1;
+                            newest = kept.newest;
+                        }
+                        desk.admit(Admission::Anybody);
+                    }
+                    Fate::Gone => {
+                        lost = None;
+                        desk.admit(Admission::Anybody);
+                    }
+                    Fate::FailedOver => {
+                        failed_over = true;
+                        break;
+                    }
+                    Fate::Ended => break,
+                }
             }
-            desk.admit(Admission::Anybody);
-        }
+            Ok::<_, ProtectError>(())
+        };
+        let served = serve();
         desk.close();
-        Ok::<_, ProtectError>(())
-    })
-    .inspect_err(|_| desk.close())?;
+        served
+    })?;
     Ok(KeepReport {
         newest,
         series,
@@ -161,33 +196,57 @@ pub fn keep(request: KeepRequest<'_>) -> Result<KeepReport, ProtectError> {
         equal_pages: sum.equal_pages,
         zero_pages: sum.zero_pages,
         bytes: sum.bytes,
+        failed_over,
         elapsed: begun.elapsed(),
     })
 }
 
-/// Keeps what one primary sends until it ends.
-fn receive(request: KeepRequest<'_>, visitor: Visitor) -> Kept {
+/// Keeps what one primary sends until it ends. `lost` is the VM that was lost before, until a base takes its place, and
+/// this one afterwards, if it is lost too.
+fn receive(request: KeepRequest<'_>, visitor: Visitor, lost: &mut Option<Lost>) -> Kept {
     (request.event)(&KeepEvent::Connected { peer: visitor.channel.peer() });
-    let farewell = Mutex::new(None);
+    let far = Far {
+        farewell: Mutex::new(None),
+        standby: Mutex::new(None),
+        before: Mutex::new(lost.take()),
+        setup: OnceLock::new(),
+    };
+    let name = VmName::of(&visitor.manifest);
     let mut kept = Kept::nothing();
-    kept.end = series(request, visitor, &farewell, &mut kept);
-    let farewell = *farewell.lock();
+    kept.end = series(request, visitor, &far, &mut kept);
+    let farewell = *far.farewell.lock();
+    let (standby, before) = (far.standby.into_inner(), far.before.into_inner());
     let newest = kept.newest.as_ref().map(|_| kept.tally.checkpoints);
     let error = kept.end.as_ref().err();
     (request.event)(&KeepEvent::Ended { newest, farewell, error });
     if let Some(error) = error {
         tracing::info!("{}", error_with_causes(error));
     }
+    let is_lost = newest.is_some() && matches!(farewell, None | Some(Farewell::VmLost));
+    if is_lost {
+        *lost = Some(Lost::new(name, farewell, standby.filter(Standby::is_fed)));
+    } else {
+        *lost = before;
+        if let Some(standby) = standby {
+            standby.end();
+        }
+    }
     kept
 }
 
-fn series(
-    request: KeepRequest<'_>,
-    visitor: Visitor,
-    farewell: &Mutex<Option<Farewell>>,
-    kept: &mut Kept,
-) -> Result<(), ProtectError> {
-    let KeepRequest { directory: path, options, watch, event, .. } = request;
+/// A primary elsewhere, beside its stream.
+struct Far {
+    farewell: Mutex<Option<Farewell>>,
+    /// The QEMU that is fed with its checkpoints.
+    standby: Mutex<Option<Standby>>,
+    /// The VM that was lost before, while its checkpoint is there.
+    before: Mutex<Option<Lost>>,
+    /// The layout of its memory.
+    setup: OnceLock<StreamSetup>,
+}
+
+fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept) -> Result<(), ProtectError> {
+    let KeepRequest { directory: path, options, standby, watch, event, .. } = request;
     let Visitor { channel, first_bytes, mut manifest, protection } = visitor;
     let directory = CheckpointDirectory::open(path)?;
     let failed = |source| ProtectError::Ownership { directory: path.to_owned(), source };
@@ -201,7 +260,9 @@ fn series(
     let is_limosa = protection.is_some();
     // That of a bare stream is this one connection.
     manifest.protection = Some(protection.unwrap_or_else(Uuid::new_v4));
-    let far = FarVm { channel: channel.try_clone()?, is_limosa, told: Mutex::new(Instant::now()), farewell };
+    let (warm, notice) = (standby.filter(|standby| standby.warm), watch.notice);
+    let told = Mutex::new(Instant::now());
+    let far = FarVm { channel: channel.try_clone()?, is_limosa, told, far, warm, notice };
     let silence = is_limosa.then_some(options.lost_after);
     let series = Series {
         primary: &far,
@@ -224,7 +285,10 @@ struct FarVm<'a> {
     is_limosa: bool,
     /// When it was last told something.
     told: Mutex<Instant>,
-    farewell: &'a Mutex<Option<Farewell>>,
+    far: &'a Far,
+    /// How a standby is started.
+    warm: Option<StandbyOptions<'a>>,
+    notice: &'a (dyn Fn(&str) + Sync),
 }
 
 impl FarVm<'_> {
@@ -232,9 +296,43 @@ impl FarVm<'_> {
         *self.told.lock() = Instant::now();
         Ok(self.channel.write_all(bytes)?)
     }
+
+    /// Feeds the standby with what counts. Without one the VM is kept all the same.
+    fn feed(&self, pair: &CheckpointPair) -> Result<(), ProtectError> {
+        if pair.number() == 0 {
+            // Its checkpoint has been replaced.
+            drop(self.far.before.lock().take());
+        }
+        let Some(options) = self.warm else { return Ok(()) };
+        let mut standby = self.far.standby.lock();
+        let failed = |error: &ProtectError| {
+            (self.notice)(&format!("there is no standby: {}", error_with_causes(error)));
+        };
+        if pair.number() == 0 {
+            match Standby::start(options.command, options.start_within) {
+                Ok(started) => *standby = Some(started),
+                Err(error) => failed(&error),
+            }
+        }
+        if let (Some(fed), Some(setup)) = (standby.as_mut(), self.far.setup.get()) {
+            match fed.feed(setup, pair, &|| self.working()) {
+                Ok(()) => {}
+                Err(error @ (ProtectError::Standby { .. } | ProtectError::Snapshot(_))) => {
+                    failed(&error);
+                    *standby = None;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Primary for FarVm<'_> {
+    fn arrived(&self, setup: &StreamSetup) {
+        let _ = self.far.setup.set(setup.clone());
+    }
+
     fn working(&self) -> Result<(), ProtectError> {
         if self.is_limosa && self.told.lock().elapsed() >= TELL_EVERY {
             let mut bytes = Vec::new();
@@ -256,19 +354,22 @@ impl Primary for FarVm<'_> {
 
     fn continued(&self) {}
 
-    fn commit(&self, epoch: u64, kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError> {
-        if self.is_limosa {
+    fn commit(&self, pair: &CheckpointPair, kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError> {
+        let told = if self.is_limosa {
             let mut bytes = Vec::new();
-            Note::encode_kept(epoch, kept, &mut bytes);
-            self.tell(&bytes)?;
-        }
-        Ok(())
+            Note::encode_kept(pair.number(), kept, &mut bytes);
+            self.tell(&bytes)
+        } else {
+            Ok(())
+        };
+        // Also if the primary may not have heard it: it may have, and has let the output out.
+        self.feed(pair).and(told)
     }
 
     fn hear(&self, kind: u8, value: u64) -> bool {
         match Note::of(kind, value) {
             Some(Note::Farewell(reason)) => {
-                *self.farewell.lock() = Some(reason);
+                *self.far.farewell.lock() = Some(reason);
                 true
             }
             _ => false,

@@ -8,8 +8,7 @@
 //! ```
 //!
 //! A stream that begins with `QEVM` is that of a bare QEMU, which greets nobody. From the answer on both sides speak
-//! COLO; its [notes](ColoMessage::Note) are what they have to say besides. A reader ignores kinds that it does not
-//! know.
+//! COLO; what they have to say besides is in its [notes](ColoMessage::Note). A reader ignores kinds that are new to it.
 
 use std::time::{Duration, Instant};
 
@@ -186,7 +185,7 @@ impl Reader<'_> {
         Ok(u32::from_be_bytes(bytes))
     }
 
-    /// Reads this many bytes, at most `limit`.
+    /// Reads this many bytes; `limit` is the most.
     fn bytes(&self, length: u32, limit: u32) -> Result<Vec<u8>, MigrateError> {
         if length > limit {
             return Err(MigrateError::Protocol(format!("a greeting of {length} bytes, of at most {limit}")));

@@ -12,10 +12,14 @@
 //! A bare QEMU or a VMM that links limosa may be the primary as well: it takes the request for the next checkpoint,
 //! answered, for the word that the last one counts.
 //!
+//! When the VM is lost a keeper may fail over by itself: `failover` decides, and a standby QEMU that it has fed all the
+//! while continues the VM.
+//!
 //! [`Series`]: crate::series::Series
 
 mod connect;
 mod desk;
+mod failover;
 mod keep;
 mod message;
 mod ownership;
@@ -23,6 +27,7 @@ mod recovery;
 mod relay;
 
 pub use connect::KeeperAddress;
+pub use failover::{StandbyOptions, Survivor};
 pub use keep::{KeepEvent, KeepOptions, KeepReport, KeepRequest, keep};
 pub use message::Farewell;
 pub use ownership::take_over;

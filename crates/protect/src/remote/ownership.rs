@@ -1,9 +1,8 @@
 //! Whose VM a directory of checkpoints is: the primary's, or that of this host since a failover.
 //!
 //! Law: **a protection whose checkpoints a VM continues from is never kept again**: its primary is told so, and does
-//! not run the VM. A later protection, that of the survivor, is another one. The checkpoint itself says which
-//! protection it is of; a file beside it has those that were failed over, as keepers and failovers are processes that
-//! come and go.
+//! not run the VM. A later protection, that of the survivor, is another one. The checkpoint says which protection it is
+//! of; a file beside it has those that were failed over, as keepers and failovers are processes that come and go.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};

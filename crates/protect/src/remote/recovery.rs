@@ -134,7 +134,7 @@ impl<'a> Recovery<'a> {
         }
     }
 
-    /// Waits until it is time to try the keeper again, longer each time.
+    /// Waits before the next attempt to reach the keeper, longer each time.
     fn sleep(&mut self, seen: &mut Seen) -> Result<(), ProtectError> {
         let begun = Instant::now();
         while begun.elapsed() < self.wait {

@@ -269,7 +269,7 @@ impl<'r> Turns<'r> {
     fn count(&mut self, number: u64, kept: &mut Kept) -> Result<(), ProtectError> {
         let (vm, notes) = (self.relay.vm, std::mem::take(&mut self.notes));
         kept.newest.get_or_insert_with(|| self.relay.keeper.peer().into());
-        let released = vm.commit(number, None);
+        let released = vm.release(number);
         if number > 0 {
             let period = self.stopped.zip(self.before).map(|(now, before)| now.saturating_duration_since(before));
             let (pause, bytes, output) = (self.pause, self.bytes, vm.counters());

@@ -148,7 +148,7 @@ impl Checkpoints {
     }
 
     /// Waits until the primary wants to make a checkpoint, or has something else to say; for at most `timeout`, `None`
-    /// waits without end. After a note it has to be called again.
+    /// waits without end. Call it again after a note.
     ///
     /// # Errors
     /// Nothing came in time; something else came; the job was cancelled.
@@ -189,7 +189,7 @@ impl Checkpoints {
     }
 
     /// Waits until the primary has stopped the VM, or has something else to say; for at most `timeout`, `None` waits
-    /// without end. After a note it has to be called again.
+    /// without end. Call it again after a note.
     ///
     /// # Errors
     /// Nothing came in time; something else came; the job was cancelled.

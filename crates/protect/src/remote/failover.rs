@@ -1,0 +1,167 @@
+//! When a keeper continues the VM itself.
+//!
+//! Law: **at most one side runs the VM.** The order is: the primary is lost, for as long as was said; no primary is let
+//! in any more; fencing succeeds; it is recorded, durably, that this protection is over; the VM runs. A keeper that is
+//! killed before the last step runs nothing, and one that is killed after it is the only one that ran it: its standby
+//! gets the end of its stream in one piece.
+//!
+//! ```text
+//! kept ─lost─► waiting ─time, or VmLost─► fencing ─► recorded ─► the VM runs
+//!   ▲            │ │                        │
+//!   └────────────┘ └◄──── fencing failed ───┘
+//!    the primary is back
+//! ```
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use limosa_qemu::JobContext;
+use limosa_snapshot::CheckpointDirectory;
+
+use super::desk::{Admission, Desk, Visitor, VmName};
+use super::message::Farewell;
+use super::ownership;
+use crate::error::ProtectError;
+use crate::standby::{Continued, Standby};
+
+/// How long a primary is waited for before it is looked what else has happened.
+const TICK: Duration = Duration::from_millis(20);
+/// How soon a fencing that has failed is tried again, at the earliest.
+const FENCE_AGAIN: Duration = Duration::from_secs(5);
+
+/// How a keeper fails over.
+#[derive(Clone, Copy)]
+pub struct StandbyOptions<'a> {
+    /// The command line of the VM's QEMU here; limosa adds `-incoming` and a private monitor.
+    pub command: &'a [OsString],
+    /// Whether a QEMU is started when the base has come, and fed with each checkpoint.
+    pub warm: bool,
+    /// How long QEMU may take to open its monitor.
+    pub start_within: Duration,
+    /// Fails over by itself when the primary has been lost for so long, and at once when its limosa says that the VM is
+    /// lost. `None`: only when `now` is set.
+    pub when_lost: Option<Duration>,
+    /// Fails over now, if the primary is lost.
+    pub now: &'a AtomicBool,
+    /// Makes sure that the protected VM cannot run, now or later; otherwise says why that is not sure.
+    pub fence: &'a (dyn Fn() -> Result<(), String> + Sync),
+    /// Is given the VM. What it does until it returns is done while primaries are turned away.
+    pub survive: &'a (dyn Fn(Survivor) + Sync),
+}
+
+impl std::fmt::Debug for StandbyOptions<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StandbyOptions")
+            .field("command", &self.command)
+            .field("warm", &self.warm)
+            .field("when_lost", &self.when_lost)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The VM that continues here.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Survivor {
+    /// It runs already, in the standby QEMU.
+    Runs(Box<Continued>),
+    /// It has to be restored from this checkpoint: there was no standby, or it has failed before it could run.
+    Stored(PathBuf),
+}
+
+/// A VM that is lost.
+pub(super) struct Lost {
+    name: VmName,
+    farewell: Option<Farewell>,
+    /// The QEMU that has its memory.
+    standby: Option<Standby>,
+    /// When that was seen.
+    since: Instant,
+    /// Fencing has failed, and is not tried again before.
+    again: Option<Instant>,
+}
+
+/// The end of waiting for a VM that is lost.
+pub(super) enum Fate {
+    /// Its primary is back, or another one is there.
+    Back(Box<Visitor>),
+    /// Another failover has had it.
+    Gone,
+    /// It was failed over, and has been survived.
+    FailedOver,
+    /// The keeper is to end.
+    Ended,
+}
+
+impl Lost {
+    pub(super) fn new(name: VmName, farewell: Option<Farewell>, standby: Option<Standby>) -> Self {
+        Self { name, farewell, standby, since: Instant::now(), again: None }
+    }
+
+    /// The moment of its failover; `None`: not by itself.
+    fn due(&self, when_lost: Option<Duration>) -> Option<Instant> {
+        let after = if self.farewell == Some(Farewell::VmLost) { Duration::ZERO } else { when_lost? };
+        when_lost?;
+        // A time that does not fit never comes.
+        let due = self.since.checked_add(after)?;
+        Some(self.again.map_or(due, |again| due.max(again)))
+    }
+
+    /// Waits until the primary is back, or fails over.
+    pub(super) fn wait(
+        &mut self,
+        desk: &Desk<'_>,
+        options: &StandbyOptions<'_>,
+        directory: &Path,
+        watch: JobContext<'_>,
+    ) -> Result<Fate, ProtectError> {
+        let notice = watch.notice;
+        options.now.store(false, Ordering::Release);
+        loop {
+            desk.admit(Admission::Only(self.name.clone()));
+            let due = self.due(options.when_lost);
+            while due.is_none_or(|due| Instant::now() < due) && !options.now.swap(false, Ordering::AcqRel) {
+                if watch.handle.control.stop_requested().is_some() {
+                    return Ok(Fate::Ended);
+                }
+                let rest = due.map_or(TICK, |due| due.saturating_duration_since(Instant::now()).min(TICK));
+                if let Some(visitor) = desk.wait(rest) {
+                    return Ok(Fate::Back(Box::new(visitor)));
+                }
+            }
+            if !desk.shut("it fails over to its own host") {
+                // A primary has just been let in, and is about to be here.
+                if let Some(visitor) = desk.wait(TICK * 10) {
+                    return Ok(Fate::Back(Box::new(visitor)));
+                }
+                continue;
+            }
+            match (options.fence)() {
+                Ok(()) => break,
+                Err(why) => {
+                    notice(&format!("not failed over: {why}"));
+                    self.again = Some(Instant::now() + options.when_lost.unwrap_or_default().max(FENCE_AGAIN));
+                }
+            }
+        }
+        // Held until the VM runs, so that nobody else starts it from here.
+        let held = CheckpointDirectory::open(directory)?;
+        if !ownership::take_over(directory)? {
+            notice("not failed over: another failover has had the VM already");
+            return Ok(Fate::Gone);
+        }
+        let survivor = match self.standby.take().map(Standby::continue_vm) {
+            Some(Ok(continued)) => Survivor::Runs(Box::new(continued)),
+            Some(Err(error)) => {
+                notice(&format!("{}; the VM is restored from its checkpoint", limosa_page::error_with_causes(&error)));
+                Survivor::Stored(held.checkpoint())
+            }
+            None => Survivor::Stored(held.checkpoint()),
+        };
+        drop(held);
+        (options.survive)(survivor);
+        Ok(Fate::FailedOver)
+    }
+}
