@@ -52,7 +52,7 @@ impl BlockPages {
     }
 
     /// Zero pages that a loader must write, because the destination may have filled the block before.
-    fn explicit_zeros(&self) -> Option<PageBitmap> {
+    pub(crate) fn explicit_zeros(&self) -> Option<PageBitmap> {
         if !self.place.may_be_prefilled() {
             return None;
         }

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use limosa_migrate::stored::{PageError, PageSink, StreamSetup};
-use limosa_page::{PAGE_LEN, PageNumber, PageRange, invariant, to_u64, to_usize};
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, invariant, to_u64, to_usize};
 use uuid::Uuid;
 
 use super::changes::{STRIDE, buffer, changed_pages};
@@ -104,6 +104,8 @@ pub struct CheckpointPair {
     names_are_durable: bool,
     received: CheckpointPages,
     newest: Published,
+    /// Its device state.
+    tail: Vec<u8>,
     /// The manifest that each checkpoint begins with.
     manifest: Manifest,
     description: Description,
@@ -137,6 +139,7 @@ impl CheckpointPair {
             names_are_durable: true,
             received: CheckpointPages::default(),
             newest: published,
+            tail: tail.to_vec(),
             manifest,
             description: Description::of(&devices),
             buffer: buffer(),
@@ -161,6 +164,43 @@ impl CheckpointPair {
     /// The pages that were received for the next checkpoint so far.
     pub fn received(&self) -> CheckpointPages {
         self.received
+    }
+
+    /// The device state of the newest whole checkpoint: its device sections, the byte that ends them and their
+    /// description, as they are at the end of a stream.
+    pub fn tail(&self) -> &[u8] {
+        &self.tail
+    }
+
+    /// Pages of a RAM block that a loader of the newest whole checkpoint needs: those with contents, and in small
+    /// blocks (firmware, video memory) those that came as zero. `None` if there is no such block.
+    pub fn needed_pages(&self, block: usize) -> Option<PageBitmap> {
+        let known = self.current.pages.blocks().get(block)?;
+        let mut needed = known.stored.clone();
+        if let Some(explicit) = known.explicit_zeros() {
+            needed.union_with(&explicit);
+        }
+        Some(needed)
+    }
+
+    /// Pages of a RAM block in which the newest whole checkpoint differs from the one before: between
+    /// [`commit`](Self::commit) and [`catch_up`](Self::catch_up). `None` if there is no such block.
+    pub fn changed_pages(&self, block: usize) -> Option<&PageBitmap> {
+        self.differences.block(block)
+    }
+
+    /// Reads pages of the newest whole checkpoint.
+    ///
+    /// # Errors
+    /// They are not in a block, `into` is too short, or the file cannot be read.
+    pub fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), SnapshotError> {
+        let PairFile { file, pages: known } = &self.current;
+        match known.blocks().get(block) {
+            Some(known) if pages.end.0 <= known.place.pages => {
+                file.read_pages(&known.place, &known.stored, pages, into)
+            }
+            _ => Err(file.misuse(format!("{pages} of RAM block number {block}"))),
+        }
     }
 
     /// Ends the series; the directory stays this process's, for another base.
@@ -213,7 +253,7 @@ impl CheckpointPair {
         // Also if a step below fails: before pages are received again, the files have to be made equal.
         self.phase = Phase::Behind;
         let began = Instant::now();
-        let (manifest, length) = self.seal(devices)?;
+        let (manifest, length, tail) = self.seal(devices)?;
         let sealed = Instant::now();
         self.spare_use = SpareUse::Open;
         admit_readers(&self.spare.file)?;
@@ -221,14 +261,15 @@ impl CheckpointPair {
         std::mem::swap(&mut self.current, &mut self.spare);
         let (number, id) = (self.number() + 1, manifest.id);
         self.newest = Published { path: self.directory.checkpoint(), manifest, length, write_behind_requests: 0 };
+        self.tail = tail;
         self.names_are_durable = self.options.durability == Durability::Unsynced;
         self.sync_names()?;
         let (pages, seal) = (self.received, sealed - began);
         Ok(Checkpoint { number, id, pages, length, seal, flip: sealed.elapsed() })
     }
 
-    /// Makes the spare a whole file; returns its manifest and length.
-    fn seal(&mut self, devices: &[u8]) -> Result<(Manifest, u64), SnapshotError> {
+    /// Makes the spare a whole file; returns its manifest, its length and its device state.
+    fn seal(&mut self, devices: &[u8]) -> Result<(Manifest, u64, Vec<u8>), SnapshotError> {
         let manifest = Manifest {
             id: Uuid::new_v4(),
             created: manifest::now(),
@@ -247,7 +288,7 @@ impl CheckpointPair {
             // The kernel may forget what it could not write, so that a second fsync succeeds all the same.
             file.sync().inspect_err(|_| self.spare_use = SpareUse::Suspect)?;
         }
-        Ok((manifest, length))
+        Ok((manifest, length, devices.bytes().to_vec()))
     }
 
     fn sync_names(&mut self) -> Result<(), SnapshotError> {

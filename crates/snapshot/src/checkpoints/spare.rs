@@ -69,6 +69,11 @@ impl Differences {
         }
     }
 
+    /// Those of a block.
+    pub(super) fn block(&self, block: usize) -> Option<&PageBitmap> {
+        self.0.get(block)
+    }
+
     pub(super) fn count(&self) -> u64 {
         self.0.iter().map(PageBitmap::count).sum()
     }
