@@ -252,7 +252,7 @@ fn nothing_is_seen_outside_that_a_keeper_on_another_host_does_not_know() {
     let _gate = scene.gate(&[]);
     let (_keeper, at) = scene.keep("tcp:127.0.0.1:0", &[]);
     let gate = scene.path("gate").display().to_string();
-    let mut vm = counting_guest(&scene);
+    let mut vm = counting(&scene);
     outside.wait_counts(3);
     for (every, moment) in [("20ms", 3), ("event", 57), ("50ms", 131), ("event", 210)] {
         let protect = scene.protect_to(&vm, &at, &["--gate", &gate, "--every", every]);
@@ -288,7 +288,7 @@ fn nothing_is_seen_outside_that_a_standby_does_not_know() {
         let (scene, outside) = scene();
         let _gate = scene.gate(&[]);
         let gate = scene.path("gate").display().to_string();
-        let vm = counting_guest(&scene);
+        let vm = counting(&scene);
         let options = ["--standby", "--when-lost", "200ms", "--fenced"];
         let (keeper, at) = scene.keep_for_failover("tcp:127.0.0.1:0", &options);
         let protect = scene.protect_to(&vm, &at, &["--gate", &gate, "--every", "event"]);
