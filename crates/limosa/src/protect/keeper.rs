@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use limosa_channel::{Listener, Options};
 use limosa_console::{anyhow_error_line, error_line, print_out, quantity, say};
 use limosa_control::JobKind;
+use limosa_migrate::VmError;
 use limosa_protect::{
     Continued, Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, StandbyOptions, Survivor, keep,
 };
@@ -71,9 +72,9 @@ pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Makes sure that the protected VM is off.
-fn fence(args: &KeeperArgs) -> Result<(), String> {
+fn fence(args: &KeeperArgs) -> Result<(), VmError> {
     let Some(command) = &args.fence else { return Ok(()) };
-    super::fence(command).map_err(|error| anyhow_error_line(&error))
+    super::fence(command).map_err(|error| anyhow_error_line(&error).into())
 }
 
 /// Waits for the end of the VM that continues here.

@@ -298,7 +298,9 @@ fn nothing_is_seen_outside_that_a_standby_does_not_know() {
         kill9(vm.pid()).unwrap();
         wait_for("the failover", || keeper.stderr().contains("the VM continues here").then_some(()));
         outside.wait_counts(10);
-        outside.assert_whole();
+        // The survivor's first frames may be dropped with what the protection held, and none comes twice.
+        let counts = outside.counts();
+        assert!(counts.is_sorted_by(|one, next| one < next), "{counts:?}");
         keeper.signal(Signal::TERM);
         keeper.wait();
     }

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use limosa_migrate::VmError;
 use limosa_qemu::JobContext;
 use limosa_snapshot::CheckpointDirectory;
 
@@ -46,7 +47,7 @@ pub struct StandbyOptions<'a> {
     /// Fails over now, if the primary is lost.
     pub now: &'a AtomicBool,
     /// Makes sure that the protected VM cannot run, now or later; otherwise says why that is not sure.
-    pub fence: &'a (dyn Fn() -> Result<(), String> + Sync),
+    pub fence: &'a (dyn Fn() -> Result<(), VmError> + Sync),
     /// Is given the VM. What it does until it returns is done while primaries are turned away.
     pub survive: &'a (dyn Fn(Survivor) + Sync),
 }
