@@ -31,7 +31,8 @@ struct Left {
 
 static LEFT: LazyLock<Left> = LazyLock::new(|| {
     let log = Arc::new(MemoryStorage::growing_to(LOG_MOST));
-    let begun = EpochDisk::begin(image(vec![0; SIZE]), log.clone(), &EpochOptions::default());
+    let options = EpochOptions::default();
+    let begun = EpochDisk::begin(image(vec![0; SIZE]), log.clone(), &options);
     let disk = block_on(begun).expect("an empty log");
     for epoch in 1..=4_u8 {
         let part = Buffer::from_slice(&[epoch; 700]);

@@ -5,7 +5,7 @@
 use libfuzzer_sys::fuzz_target;
 
 // The server of metrics is part of the program, which is no library.
-#[path = "../../crates/limosa/src/serve/metrics/http.rs"]
+#[path = "../../crates/limosa/src/metrics/http.rs"]
 mod http;
 
 use http::{Decision, HEAD_MAX, decide, metrics, refusal};
