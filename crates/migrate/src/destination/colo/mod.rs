@@ -111,6 +111,13 @@ pub struct CheckpointStats {
     pub elapsed: Duration,
 }
 
+/// The end of a wait for a message.
+enum Awaited {
+    Came,
+    Note { kind: u8, value: u64 },
+    Ended,
+}
+
 impl Checkpoints {
     pub(super) fn new(base: ReceivedStream, receiver: Receiver<'static>) -> Self {
         let passed = to_u64(base.tail.len());
@@ -153,26 +160,12 @@ impl Checkpoints {
     /// # Errors
     /// Nothing came in time; something else came; the job was cancelled.
     pub fn wait_request(&mut self, timeout: Option<Duration>) -> Result<NextCheckpoint, MigrateError> {
-        let before = self.turn;
-        let next = self.guarded(|this| {
-            Turn::Requested.check_follows(before)?;
-            this.set_timeout(timeout)?;
-            match this.next_message()? {
-                Some(ColoMessage::CheckpointRequest) => Ok(NextCheckpoint::Requested),
-                Some(ColoMessage::Note { kind, value }) => Ok(NextCheckpoint::Note { kind, value }),
-                Some(other) => Err(this.out_of_turn("a request for a checkpoint", other)),
-                None => Ok(NextCheckpoint::Ended),
-            }
-        })?;
-        match next {
-            NextCheckpoint::Requested => self.turn = Turn::Requested,
-            NextCheckpoint::Note { .. } => {}
-            NextCheckpoint::Ended => {
-                self.receiver.role.control.unwatch();
-                self.turn = Turn::Over;
-            }
-        }
-        Ok(next)
+        let wanted = (Turn::Requested, ColoMessage::CheckpointRequest, "a request for a checkpoint");
+        Ok(match self.await_message(wanted, timeout)? {
+            Awaited::Came => NextCheckpoint::Requested,
+            Awaited::Note { kind, value } => NextCheckpoint::Note { kind, value },
+            Awaited::Ended => NextCheckpoint::Ended,
+        })
     }
 
     /// Lets the primary stop the VM and send the checkpoint.
@@ -194,26 +187,40 @@ impl Checkpoints {
     /// # Errors
     /// Nothing came in time; something else came; the job was cancelled.
     pub fn wait_sent(&mut self, timeout: Option<Duration>) -> Result<NextState, MigrateError> {
+        let wanted = (Turn::Sent, ColoMessage::VmstateSend, "the pages of a checkpoint");
+        Ok(match self.await_message(wanted, timeout)? {
+            Awaited::Came => NextState::Sent,
+            Awaited::Note { kind, value } => NextState::Note { kind, value },
+            Awaited::Ended => NextState::Ended,
+        })
+    }
+
+    /// Waits until the message of a turn has come, a note, or the end of the series.
+    fn await_message(
+        &mut self,
+        (turn, wanted, what): (Turn, ColoMessage, &str),
+        timeout: Option<Duration>,
+    ) -> Result<Awaited, MigrateError> {
         let before = self.turn;
-        let next = self.guarded(|this| {
-            Turn::Sent.check_follows(before)?;
+        let awaited = self.guarded(|this| {
+            turn.check_follows(before)?;
             this.set_timeout(timeout)?;
             match this.next_message()? {
-                Some(ColoMessage::VmstateSend) => Ok(NextState::Sent),
-                Some(ColoMessage::Note { kind, value }) => Ok(NextState::Note { kind, value }),
-                Some(other) => Err(this.out_of_turn("the pages of a checkpoint", other)),
-                None => Ok(NextState::Ended),
+                Some(message) if message == wanted => Ok(Awaited::Came),
+                Some(ColoMessage::Note { kind, value }) => Ok(Awaited::Note { kind, value }),
+                Some(other) => Err(this.out_of_turn(what, other)),
+                None => Ok(Awaited::Ended),
             }
         })?;
-        match next {
-            NextState::Sent => self.turn = Turn::Sent,
-            NextState::Note { .. } => {}
-            NextState::Ended => {
+        match awaited {
+            Awaited::Came => self.turn = turn,
+            Awaited::Note { .. } => {}
+            Awaited::Ended => {
                 self.receiver.role.control.unwatch();
                 self.turn = Turn::Over;
             }
         }
-        Ok(next)
+        Ok(awaited)
     }
 
     /// Receives the checkpoint: its pages into `sink`, which knows the layout of the base
