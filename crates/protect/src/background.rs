@@ -177,7 +177,7 @@ impl<'a> Background<'a> {
             let info = self.vm.monitor.migration()?;
             match info.status {
                 MigrationStatus::Completed => return Ok(()),
-                MigrationStatus::Failed | MigrationStatus::Cancelled => return Err(failed(info.error)),
+                MigrationStatus::Failed | MigrationStatus::Cancelled => return Err(ProtectError::gave_up(info.error)),
                 _ => self.vm.check_stop()?,
             }
             thread::sleep(LOOK_SOON);
@@ -194,7 +194,7 @@ impl<'a> Background<'a> {
         self.note_events();
         match self.vm.monitor.migration() {
             Ok(info) if matches!(info.status, MigrationStatus::Failed | MigrationStatus::Cancelled) => {
-                failed(info.error)
+                ProtectError::gave_up(info.error)
             }
             Ok(_) => error,
             Err(_) => {
@@ -218,7 +218,7 @@ impl<'a> Background<'a> {
 /// The device sections of a snapshot, as those of a checkpoint: without a description.
 fn device_sections(stream: &ReceivedStream) -> Result<Vec<u8>, ProtectError> {
     let sections = stream.tail.get(stream.devices.sections_range.clone());
-    let sections = sections.ok_or_else(|| failed(Some("the device sections are cut off".into())))?;
+    let sections = sections.ok_or_else(|| ProtectError::gave_up(Some("the device sections are cut off".into())))?;
     Ok([sections, &[END_OF_SECTIONS]].concat())
 }
 
@@ -229,10 +229,6 @@ fn pause<'e>(events: impl IntoIterator<Item = (&'e str, Option<Duration>)>) -> D
     let resume = behind_stop.find(|(name, _)| *name == "RESUME");
     let times = stop.zip(resume);
     times.and_then(|((_, stop), (_, resume))| resume?.checked_sub(stop?)).unwrap_or_default()
-}
-
-fn failed(said: Option<String>) -> ProtectError {
-    ProtectError::Failed { reason: said.unwrap_or_else(|| "it does not say why; its own log does".into()) }
 }
 
 fn unfinished() -> ProtectError {

@@ -121,3 +121,15 @@ pub enum ProtectError {
     #[error("cannot start a thread for the checkpoints")]
     Thread(#[source] std::io::Error),
 }
+
+/// The reason where QEMU has not said one.
+pub(crate) fn unsaid() -> String {
+    "it does not say why; its own log does".into()
+}
+
+impl ProtectError {
+    /// QEMU gave up, with its own message if it has one.
+    pub(crate) fn gave_up(said: Option<String>) -> Self {
+        Self::Failed { reason: said.unwrap_or_else(unsaid) }
+    }
+}

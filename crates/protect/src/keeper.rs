@@ -18,7 +18,7 @@ use limosa_qemu::{
 use limosa_snapshot::{CheckpointBase, CheckpointDirectory, Manifest};
 
 use crate::background::Background;
-use crate::error::ProtectError;
+use crate::error::{ProtectError, unsaid};
 use crate::filters::FilteredOutput;
 use crate::guard::{Guard, Pulse, Seen};
 use crate::options::{CheckpointMethod, ProtectOptions};
@@ -413,8 +413,7 @@ pub(crate) fn accept(monitor: &Monitor, handle: &Handle, listener: &Listener) ->
         handle.control.check()?;
         let info = monitor.migration()?;
         if info.status == MigrationStatus::Failed {
-            let reason = info.error.unwrap_or_else(|| "it does not say why; its own log does".into());
-            return Err(ProtectError::Failed { reason });
+            return Err(ProtectError::gave_up(info.error));
         }
     }
 }
@@ -459,7 +458,7 @@ fn why(end: Result<(), ProtectError>, seen: &Seen, options: &ProtectOptions) -> 
         _ if seen.shutdown => ProtectEnd::VmEnded,
         _ if seen.gone => ProtectEnd::Failed(ProtectError::QemuEnded),
         Ok(()) | Err(ProtectError::Ended { .. }) => {
-            let reason = seen.exit_reason.clone().unwrap_or_else(|| "it does not say why; its own log does".into());
+            let reason = seen.exit_reason.clone().unwrap_or_else(unsaid);
             ProtectEnd::Failed(ProtectError::Ended { reason })
         }
         Err(error) => ProtectEnd::Failed(error),

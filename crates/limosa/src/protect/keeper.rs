@@ -126,13 +126,7 @@ fn tell(report: &KeepReport) {
         quantity::time(report.elapsed)
     );
     if report.checkpoints > 0 {
-        say!(
-            "  pages: {} with contents, {} of them unchanged; {} zero; {} received",
-            quantity::count(report.pages),
-            quantity::count(report.equal_pages),
-            quantity::count(report.zero_pages),
-            quantity::bytes(report.bytes),
-        );
+        super::tell_pages((report.pages, report.equal_pages, report.zero_pages), report.bytes);
     }
 }
 

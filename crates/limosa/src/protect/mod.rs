@@ -201,6 +201,17 @@ fn tell_output(output: Option<&OutputCounters>, treatment: Option<OutputArg>) {
     );
 }
 
+/// Prints the pages that came for checkpoints: those with contents, those of them that had not changed, those of zeros.
+fn tell_pages((contents, equal, zero): (u64, u64, u64), bytes: u64) {
+    say!(
+        "  pages: {} with contents, {} of them unchanged; {} zero; {} received",
+        quantity::count(contents),
+        quantity::count(equal),
+        quantity::count(zero),
+        quantity::bytes(bytes),
+    );
+}
+
 /// Prints the counters.
 fn tell(report: &ProtectReport, treatment: Option<OutputArg>) {
     let ended = match &report.end {
@@ -226,13 +237,7 @@ fn tell(report: &ProtectReport, treatment: Option<OutputArg>) {
         quantity::time(report.pauses.max),
         quantity::time(report.periods.median),
     );
-    say!(
-        "  pages: {} with contents, {} of them unchanged; {} zero; {} received",
-        quantity::count(report.pages),
-        quantity::count(report.equal_pages),
-        quantity::count(report.zero_pages),
-        quantity::bytes(report.bytes),
-    );
+    tell_pages((report.pages, report.equal_pages, report.zero_pages), report.bytes);
 }
 
 fn object(report: &ProtectReport, figures: &Figures) -> Value {

@@ -21,10 +21,7 @@ fn scene() -> (Scene, Outside) {
 }
 
 fn protect(scene: &Scene, vm: &Vm, more: &[&str]) -> Program {
-    let more: Vec<&str> = ["--output", "filter", "--json"].iter().chain(more).copied().collect();
-    let keeper = scene.protect(vm, &more);
-    scene.wait_checkpoint(3, &keeper);
-    keeper
+    scene.protected(vm, &["--output", "filter", "--json"], more)
 }
 
 #[test]

@@ -58,10 +58,7 @@ pub(crate) fn counting(scene: &Scene) -> Vm {
 /// `limosa protect` with the gate.
 fn protect(scene: &Scene, vm: &Vm, more: &[&str]) -> Program {
     let gate = scene.path("gate").display().to_string();
-    let more: Vec<&str> = ["--gate", &gate, "--json"].iter().chain(more).copied().collect();
-    let keeper = scene.protect(vm, &more);
-    scene.wait_checkpoint(3, &keeper);
-    keeper
+    scene.protected(vm, &["--gate", &gate, "--json"], more)
 }
 
 #[test]

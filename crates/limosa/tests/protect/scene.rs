@@ -92,6 +92,13 @@ impl Scene {
         (keeper, address)
     }
 
+    /// As [`protect`](Self::protect), once a few checkpoints count.
+    pub(crate) fn protected(&self, vm: &Vm, options: &[&str], more: &[&str]) -> Program {
+        let keeper = self.protect(vm, &[options, more].concat());
+        self.wait_checkpoint(3, &keeper);
+        keeper
+    }
+
     /// The number of the newest checkpoint, if there is one.
     pub(crate) fn newest(&self) -> Option<u64> {
         // It may become the spare while it is read.
