@@ -117,7 +117,7 @@ pub struct ProtectOptions {
     /// How long the VM may stand still for a checkpoint that makes no progress. After it COLO is ended, and the VM
     /// continues without protection.
     pub stall_timeout: Duration,
-    /// Where QEMU connects; `None`: in a private directory, which takes a QEMU on this host that sees it.
+    /// Address to which QEMU connects; `None`: in a private directory, which takes a QEMU on this host that sees it.
     pub listen: Option<Uri>,
     /// How long a keeper on another host may owe an answer, or be out of reach, while the VM runs.
     pub lost_after: Duration,

@@ -112,7 +112,7 @@ pub(super) struct State {
     pub(super) current: Extents<Stored>,
     /// Ranges of epochs that are sealed or kept.
     pub(super) closed_extents: usize,
-    /// Where writes may still be in flight that nobody waits for any more.
+    /// Segments to which writes that were given up may still be in flight.
     pub(super) lost: Vec<Arc<Segment>>,
 }
 

@@ -16,7 +16,7 @@ const PROBE_EVERY: Duration = Duration::from_secs(1);
 /// A keeper on another host.
 #[derive(Debug, Clone)]
 pub struct KeeperAddress {
-    /// Where it listens: `tcp:`, `unix:` or `vsock:`.
+    /// Its address: `tcp:`, `unix:` or `vsock:`.
     pub uri: Uri,
     /// Encrypts the connection; credentials of a client.
     pub tls: Option<Tls>,

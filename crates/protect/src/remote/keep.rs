@@ -58,7 +58,7 @@ impl Default for KeepOptions {
     }
 }
 
-/// Where to keep, and how.
+/// A directory for checkpoints of VMs elsewhere, and how they are kept.
 #[derive(Clone, Copy)]
 pub struct KeepRequest<'a> {
     /// Primaries connect here.
