@@ -42,15 +42,17 @@ pub struct EpochOptions {
     pub file: [u64; 2],
     /// The most bytes of the log. Writes that find no room fail.
     pub limit: u64,
+    /// Identifies the log, and must be new; `None`: it is made up.
+    pub log: Option<Uuid>,
 }
 
 impl Default for EpochOptions {
     fn default() -> Self {
-        Self { first: 1, boot: [0; 2], file: [0; 2], limit: LIMIT }
+        Self { first: 1, boot: [0; 2], file: [0; 2], limit: LIMIT, log: None }
     }
 }
 
-setters!(EpochOptions { first: u64, boot: [u64; 2], file: [u64; 2], limit: u64 });
+setters!(EpochOptions { first: u64, boot: [u64; 2], file: [u64; 2], limit: u64, log: Option<Uuid> });
 
 /// The epochs of a disk at a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,12 +148,12 @@ impl EpochDisk {
         if image.is_read_only() {
             return Err(ImageError::ReadOnly { image: Arc::clone(image.name()) }.into());
         }
-        let EpochOptions { first, boot, file, limit } = *options;
+        let EpochOptions { first, boot, file, limit, log: id } = *options;
         if !(1..NUMBERS).contains(&first) {
             let what = format!("its first epoch cannot have the number {first}");
             return Err(ImageError::Unsupported { image: Arc::clone(image.name()), what }.into());
         }
-        let (id, kept) = (new_id(), first - 1);
+        let (id, kept) = (id.map_or_else(new_id, Uuid::into_bytes), first - 1);
         let log = Log { storage: log, id };
         let mark = Mark { id, number: 1, durable: 0, merged: 0, epoch: kept, stage: Stage::Open };
         // The image is the epoch before the first one.

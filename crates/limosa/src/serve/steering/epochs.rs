@@ -17,14 +17,14 @@ use crate::serve::{images, report};
 impl Steering {
     /// Has the writes of an export belong to epochs.
     pub(super) fn protect(&self, request: &ProtectRequest) -> anyhow::Result<Value> {
-        let ProtectRequest { name, keeper, first, log_size, timeout } = request;
+        let ProtectRequest { name, keeper, first, log, log_size, timeout } = request;
         let _kept = self.keep()?;
         // No overlay is put on its image meanwhile.
         let medium = self.medium(name);
         let _alone = medium.lock();
         let (export, wanted) = self.served(name)?;
-        let log = EpochLog::for_export(&export, &wanted)?;
-        let options = log.options(self.images.boot())?.first(first.unwrap_or(1));
+        let (id, log) = (*log, EpochLog::for_export(&export, &wanted)?);
+        let options = log.options(self.images.boot())?.first(first.unwrap_or(1)).log(id);
         let options = log_size.map_or(options, |size| options.limit(size));
         let mut is_created = false;
         let create = || {

@@ -6,6 +6,7 @@ use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
 use limosa_image::{BitmapAction, Compress};
 use limosa_storage::{CacheMode, Io};
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::args::{ServeAddArgs, ServedImageArgs, parse_aio};
 use crate::img::options::{Name, Source};
@@ -264,6 +265,8 @@ pub(super) struct ProtectRequest {
     pub(super) keeper: String,
     /// The number of the first epoch; 1 if it is missing.
     pub(super) first: Option<u64>,
+    /// Identifies the log; made up if it is missing.
+    pub(super) log: Option<Uuid>,
     /// The most bytes of the log.
     pub(super) log_size: Option<u64>,
     /// Milliseconds.
