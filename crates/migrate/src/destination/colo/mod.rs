@@ -31,7 +31,7 @@ const ANNOUNCEMENT: u64 = 4;
 /// Each method takes one turn; the order is [`begin`](Self::begin) once, then for each checkpoint
 /// [`wait_request`](Self::wait_request), [`reply`](Self::reply), [`receive`](Self::receive) and
 /// [`loaded`](Self::loaded). A primary may wait between the reply and the checkpoint, or have something to say:
-/// [`wait_sent`](Self::wait_sent). On `Err` the channel is closed and the series is over; the VM stands still if it was
+/// [`wait_sent`](Self::wait_sent), [`wait_note`](Self::wait_note). On `Err` the channel is closed and the series is over; the VM stands still if it was
 /// between `reply` and `loaded`, and QEMU needs the command `x-colo-lost-heartbeat` to continue it.
 #[derive(Debug)]
 pub struct Checkpoints {
@@ -160,12 +160,44 @@ impl Checkpoints {
     /// # Errors
     /// Nothing came in time; something else came; the job was cancelled.
     pub fn wait_request(&mut self, timeout: Option<Duration>) -> Result<NextCheckpoint, MigrateError> {
+        // It may have come before a note.
+        if self.turn == Turn::Requested {
+            return Ok(NextCheckpoint::Requested);
+        }
         let wanted = (Turn::Requested, ColoMessage::CheckpointRequest, "a request for a checkpoint");
         Ok(match self.await_message(wanted, timeout)? {
             Awaited::Came => NextCheckpoint::Requested,
             Awaited::Note { kind, value } => NextCheckpoint::Note { kind, value },
             Awaited::Ended => NextCheckpoint::Ended,
         })
+    }
+
+    /// Waits until a limosa has something to say about the checkpoint that was loaded; its next request may come before
+    /// that, and counts. For at most `timeout`, `None` waits without end. Returns the kind and the value of the
+    /// [note](NextCheckpoint::Note); `None`: the primary has closed the channel.
+    ///
+    /// # Errors
+    /// Nothing came in time; something else came; the job was cancelled.
+    pub fn wait_note(&mut self, timeout: Option<Duration>) -> Result<Option<(u8, u64)>, MigrateError> {
+        if self.turn != Turn::Requested {
+            match self.wait_request(timeout)? {
+                NextCheckpoint::Note { kind, value } => return Ok(Some((kind, value))),
+                NextCheckpoint::Ended => return Ok(None),
+                NextCheckpoint::Requested => {}
+            }
+        }
+        let awaited = self.guarded(|this| {
+            this.set_timeout(timeout)?;
+            match this.next_message()? {
+                Some(ColoMessage::Note { kind, value }) => Ok(Some((kind, value))),
+                Some(other) => Err(this.out_of_turn("a word about the checkpoint", other)),
+                None => Ok(None),
+            }
+        })?;
+        if awaited.is_none() {
+            self.end();
+        }
+        Ok(awaited)
     }
 
     /// Lets the primary stop the VM and send the checkpoint.
@@ -215,12 +247,15 @@ impl Checkpoints {
         match awaited {
             Awaited::Came => self.turn = turn,
             Awaited::Note { .. } => {}
-            Awaited::Ended => {
-                self.receiver.role.control.unwatch();
-                self.turn = Turn::Over;
-            }
+            Awaited::Ended => self.end(),
         }
         Ok(awaited)
+    }
+
+    /// The primary has closed the channel in its turn.
+    fn end(&mut self) {
+        self.receiver.role.control.unwatch();
+        self.turn = Turn::Over;
     }
 
     /// Receives the checkpoint: its pages into `sink`, which knows the layout of the base

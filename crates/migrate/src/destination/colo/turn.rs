@@ -8,7 +8,7 @@ use limosa_page::{BrokenInvariant, invariant};
 ///
 /// ```text
 /// base ──► idle ──► requested ──► stopped ──► sent ──► received ─┐
-///           ▲ │                      │                           │
+///           ▲ │          │           │                           │
 ///           │ └──────► over ◄────────┘                           │
 ///           └────────────────────────────────────────────────────┘
 /// ```
@@ -42,7 +42,7 @@ impl Turn {
             Self::Base => false,
             Self::Idle => matches!(before, Self::Base | Self::Received),
             Self::Requested => before == Self::Idle,
-            Self::Over => matches!(before, Self::Idle | Self::Stopped),
+            Self::Over => matches!(before, Self::Idle | Self::Requested | Self::Stopped),
             Self::Stopped => before == Self::Requested,
             Self::Sent => before == Self::Stopped,
             Self::Received => matches!(before, Self::Stopped | Self::Sent),
