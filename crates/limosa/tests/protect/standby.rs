@@ -174,6 +174,17 @@ fn a_protection_that_was_ended_on_purpose_is_not_failed_over() {
 }
 
 #[test]
+fn the_standby_of_a_keeper_that_is_killed_ends() {
+    needs_newest_qemu!();
+    let (pair, keeper) = Pair::new(&["--standby", "--fenced"]);
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", keeper.pid())).unwrap();
+    let standby: u32 = children.trim().parse().unwrap();
+    kill9(keeper.pid()).unwrap();
+    wait_gone(standby);
+    assert_eq!(pair.vm.run_state().unwrap(), "running");
+}
+
+#[test]
 fn a_second_keeper_of_one_directory_and_a_failover_without_fencing_are_refused() {
     needs_newest_qemu!();
     let (pair, keeper) = Pair::new(&["--standby", "--fenced"]);

@@ -88,7 +88,7 @@ impl Standby {
         let (channel, far) = Channel::pair()?;
         channel.set_timeouts(None, Some(TAKES_WITHIN))?;
         monitor.getfd(DESCRIPTOR, far.as_fd())?;
-        monitor.migrate_incoming(&format!("fd:{DESCRIPTOR}"))?;
+        monitor.migrate_incoming_or_exit(&format!("fd:{DESCRIPTOR}"))?;
         Ok(Self { process, monitor, channel, feed: None, tail: Vec::new() })
     }
 
