@@ -15,7 +15,7 @@ use limosa_qemu::{
     EpochDisks, Heartbeat, JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, Watchdog,
     WatchdogEnd,
 };
-use limosa_snapshot::{CheckpointBase, CheckpointDirectory, Manifest};
+use limosa_snapshot::{CheckpointBase, CheckpointDirectory};
 
 use crate::background::Background;
 use crate::error::{ProtectError, unsaid};
@@ -24,7 +24,7 @@ use crate::guard::{Guard, Pulse, Seen};
 use crate::options::{CheckpointMethod, ProtectOptions};
 use crate::preflight::Preflight;
 use crate::primary::{LocalVm, Primary as _};
-use crate::remote::{KeeperAddress, Recovery, Relay, Unprotected, cut};
+use crate::remote::{Greeted, KeeperAddress, Recovery, Relay, Unprotected, cut};
 use crate::report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
 use crate::series::{Incoming, Kept, Series, Silence};
 
@@ -70,15 +70,11 @@ pub enum CheckpointTarget<'a> {
 
 impl CheckpointTarget<'_> {
     /// Refuses what a keeper on another host cannot keep.
-    fn check(self, options: &ProtectOptions, disks: &EpochDisks) -> Result<(), ProtectError> {
-        let refused = |why: &str| Err(ProtectError::Refused(why.into()));
+    fn check(self, options: &ProtectOptions) -> Result<(), ProtectError> {
         match self {
             Self::Directory(_) => Ok(()),
             Self::Keeper(_) if options.method == CheckpointMethod::Background => {
-                refused("background snapshots are kept on this host alone")
-            }
-            Self::Keeper(_) if !disks.is_empty() => {
-                refused("the VM has disks whose epochs a keeper on another host cannot decide yet")
+                Err(ProtectError::Refused("background snapshots are kept on this host alone".into()))
             }
             Self::Keeper(_) => Ok(()),
         }
@@ -114,7 +110,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let begun = Instant::now();
     JobRecord::expect_none(monitor)?;
     let vm = Preflight::check(monitor, options, gates.len())?;
-    to.check(options, &vm.disks)?;
+    to.check(options)?;
     let filters = options.filters.then(|| FilteredOutput::plan(monitor)).transpose()?;
     let filtered: Vec<&dyn OutputGate> = filters.iter().map(|filters| filters as &dyn OutputGate).collect();
     let gates = if filters.is_some() { filtered.as_slice() } else { gates };
@@ -124,7 +120,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let paced_here = options.paces(outputs) || matches!(to, CheckpointTarget::Keeper(_));
     let change = monitor.plan_settings(&vm.settings(options, paced_here))?;
     options.method.check_known(&change)?;
-    let place = Place::open(to, options, &vm.manifest)?;
+    let place = Place::open(to, options, &vm)?;
     let mut watchdog = start_watchdog()?;
     for server in options.disks.servers() {
         if let Some(watchdog) = &mut watchdog {
@@ -208,17 +204,19 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
 
 /// A place that is ready for a base.
 enum Place {
+    /// A directory.
     Here(Box<CheckpointBase>),
-    There(Channel),
+    /// A keeper that has been greeted.
+    There(Greeted),
 }
 
 impl Place {
-    fn open(target: CheckpointTarget<'_>, options: &ProtectOptions, manifest: &Manifest) -> Result<Self, ProtectError> {
+    fn open(target: CheckpointTarget<'_>, options: &ProtectOptions, found: &Preflight) -> Result<Self, ProtectError> {
         Ok(match target {
             CheckpointTarget::Directory(path) => {
                 Self::Here(Box::new(CheckpointDirectory::open(path)?.receive_base(options.store)?))
             }
-            CheckpointTarget::Keeper(keeper) => Self::There(keeper.greet(manifest, options.lost_after)?),
+            CheckpointTarget::Keeper(keeper) => Self::There(keeper.greet(&found.series(), options.lost_after)?),
         })
     }
 }
@@ -261,7 +259,7 @@ impl Protection<'_> {
             return Ok(ended);
         };
         let watch = (self.handle, self.notice);
-        let mut recovery = Recovery::new(self.monitor, self.options, watch, keeper, &found.manifest);
+        let mut recovery = Recovery::new(self.monitor, self.options, watch, keeper, found);
         loop {
             let before = ended.bases;
             self.series(place, found, &mut heartbeat, &mut ended)?;
@@ -280,7 +278,7 @@ impl Protection<'_> {
                 recovery.wait(unprotected, &mut ended.seen)
             });
             match back {
-                Ok(channel) => place = Place::There(channel),
+                Ok(greeted) => place = Place::There(greeted),
                 Err(error) => {
                     ended.kept.end = Err(error);
                     return Ok(ended);
@@ -316,23 +314,24 @@ impl Protection<'_> {
         };
         let (mut kept, mut seen) = match place {
             Place::Here(base) if options.method == CheckpointMethod::Background => {
-                Background::new(vm, &listener, (began, kept)).keep(*base, found.manifest.clone())
+                Background::new(vm, &listener, (began, kept)).keep(*base, found.series())
             }
             Place::Here(base) => {
                 let channel = connect()?;
                 let silence = Silence { reply: Some(options.stall_timeout), ..Silence::default() };
                 let (buffer, stall_timeout) = (options.buffer, options.stall_timeout);
                 let series = Series { primary: &vm, handle, began, kept, buffer, stall_timeout, silence };
-                let incoming = Incoming { channel, first_bytes: Vec::new(), manifest: found.manifest.clone() };
+                let incoming = Incoming { channel, first_bytes: Vec::new(), manifest: found.series() };
                 let let_go = || handle.control.stop(Stop::Cancel);
                 let guard = Guard::new(&vm, Duration::ZERO, &let_go, heartbeat());
                 beside(guard, move || series.keep(incoming, *base))?
             }
-            Place::There(keeper) => {
+            Place::There(Greeted { channel: keeper, disks }) => {
                 let channel = connect()?;
                 let (return_path, lost_after) = (found.return_path, options.lost_after);
-                let relay = Relay { vm, qemu: &channel, keeper: &keeper, return_path, lost_after, began, kept };
-                let let_go = || cut(&channel, &keeper);
+                let (qemu, keeper, disks) = (&channel, &keeper, disks.as_slice());
+                let relay = Relay { vm, qemu, keeper, disks, return_path, lost_after, began, kept };
+                let let_go = || cut(qemu, keeper);
                 let guard = Guard::new(&vm, options.stall_timeout, &let_go, heartbeat());
                 beside(guard, || relay.run())?
             }

@@ -71,7 +71,8 @@ pub use error::ProtectError;
 pub use keeper::{CheckpointTarget, ProtectRequest, protect};
 pub use options::{CheckpointMethod, CheckpointTiming, OnLoss, ProtectDisks, ProtectOptions};
 pub use remote::{
-    Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, KeeperAddress, StandbyOptions, Survivor, keep, take_over,
+    Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, KeeperAddress, StandbyOptions, Survivor, bring_disks,
+    keep, take_over,
 };
 pub use report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
 pub use standby::Continued;

@@ -104,6 +104,13 @@ impl Preflight {
         Ok(Self { manifest, disks, return_path: version >= FIRST_WITH_RETURN_PATH })
     }
 
+    /// Returns the record of the checkpoints of the next base, whose disks begin new epochs.
+    pub(crate) fn series(&self) -> Manifest {
+        let mut manifest = self.manifest.clone();
+        manifest.protected_disks = self.disks.plan();
+        manifest
+    }
+
     /// How QEMU must be set: what COLO needs is on, and everything that would give the stream another form is off.
     /// With `paced_here` it asks for checkpoints all the time, and is answered when one is due.
     pub(crate) fn settings(&self, options: &ProtectOptions, paced_here: bool) -> Settings {

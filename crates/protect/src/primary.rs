@@ -18,7 +18,7 @@ use crate::report::KeptCheckpoint;
 /// How often a VM that was stopped by someone else is looked at.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// How often a keeper elsewhere is told that the VM is there.
-const TELL_EVERY: Duration = Duration::from_millis(250);
+pub(crate) const TELL_EVERY: Duration = Duration::from_millis(250);
 
 /// The end at which the VM is. Its methods are called in the turns of checkpoints, in the order in which they are here.
 pub(crate) trait Primary: Sync {
@@ -33,8 +33,8 @@ pub(crate) trait Primary: Sync {
     fn wait_due(&self, before: Option<Instant>) -> Result<(), ProtectError>;
 
     /// Begins the epochs of the disks that belong to the checkpoints: they are as of the base. The VM stands still.
-    fn begin_disks(&self) -> Result<Vec<ProtectedDisk>, ProtectError> {
-        Ok(Vec::new())
+    fn begin_disks(&self, _planned: &[ProtectedDisk]) -> Result<(), ProtectError> {
+        Ok(())
     }
 
     /// Seals the disks for a checkpoint that has come. The VM stands still. If it fails the checkpoint does not count.
@@ -54,10 +54,9 @@ pub(crate) trait Primary: Sync {
     /// The VM was let continue, or is about to fail.
     fn continued(&self);
 
-    /// Prepares the disks for a checkpoint that is about to count. If it fails the checkpoint does not count.
-    fn prepare_disks(&self, _epoch: u64) -> Result<(), ProtectError> {
-        Ok(())
-    }
+    /// Prepares the disks for a checkpoint that is about to count. False: the primary has not said yet that it has, and
+    /// has to be [heard](Self::hear) first. Until they are prepared the checkpoint does not count.
+    fn prepare_disks(&self, epoch: u64) -> Result<bool, ProtectError>;
 
     /// A checkpoint counts, the newest of `pair`: its output may leave. The base has no `kept`.
     fn commit(&self, pair: &CheckpointPair, kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError>;
@@ -101,8 +100,8 @@ impl Primary for LocalVm<'_> {
         Ok(())
     }
 
-    fn begin_disks(&self) -> Result<Vec<ProtectedDisk>, ProtectError> {
-        Ok(self.disks.begin()?)
+    fn begin_disks(&self, planned: &[ProtectedDisk]) -> Result<(), ProtectError> {
+        Ok(self.disks.begin(planned)?)
     }
 
     fn seal_disks(&self, epoch: u64) -> Result<(), ProtectError> {
@@ -121,15 +120,13 @@ impl Primary for LocalVm<'_> {
         if self.pulse.is_let_go() { Err(MigrateError::Cancelled.into()) } else { Ok(()) }
     }
 
-    fn prepare_disks(&self, epoch: u64) -> Result<(), ProtectError> {
-        Ok(self.disks.prepare(epoch, self.options.store.durability == Durability::Synced)?)
+    fn prepare_disks(&self, epoch: u64) -> Result<bool, ProtectError> {
+        self.disks.prepare(epoch, self.options.store.durability == Durability::Synced)?;
+        Ok(true)
     }
 
     fn commit(&self, pair: &CheckpointPair, _kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError> {
-        let epoch = pair.number();
-        let released = self.release(epoch);
-        // The base is what the images have.
-        if epoch == 0 { released } else { released.and(self.disks.keep(epoch).map_err(ProtectError::from)) }
+        self.counts(pair.number())
     }
 
     fn hear(&self, _kind: u8, _value: u64) -> bool {
@@ -150,9 +147,11 @@ impl LocalVm<'_> {
         Ok(())
     }
 
-    /// Lets the output of a checkpoint that counts out.
-    pub(crate) fn release(&self, epoch: u64) -> Result<(), ProtectError> {
-        self.outputs.commit(epoch).map_err(ProtectError::Gate)
+    /// Lets the output of a checkpoint that counts out, and has its disks keep it.
+    pub(crate) fn counts(&self, epoch: u64) -> Result<(), ProtectError> {
+        let released = self.outputs.commit(epoch).map_err(ProtectError::Gate);
+        // The base is what the images have.
+        if epoch == 0 { released } else { released.and(self.disks.keep(epoch).map_err(ProtectError::from)) }
     }
 
     /// Ends the series of the gates: output that belongs to `epoch` or a later one is dropped, and nothing is held back

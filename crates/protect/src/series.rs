@@ -102,7 +102,7 @@ impl Series<'_> {
         let mut checkpoints = received.into_checkpoints()?;
         self.primary.arrived(&checkpoints.base().setup);
         // The VM stands still since the end of the base, which its disks are as of now.
-        manifest.protected_disks = self.primary.begin_disks()?;
+        self.primary.begin_disks(&manifest.protected_disks)?;
         self.primary.seal(0)?;
         self.primary.check_held()?;
         checkpoints.begin()?;
@@ -156,6 +156,17 @@ impl Series<'_> {
         }
     }
 
+    /// Waits until the disks are prepared for a checkpoint; false if the primary has ended the series before.
+    fn is_prepared(self, checkpoints: &mut Checkpoints, epoch: u64) -> Result<bool, ProtectError> {
+        while !self.primary.prepare_disks(epoch)? {
+            match checkpoints.wait_note(self.silence.request)? {
+                Some((kind, value)) if !self.primary.hear(kind, value) => {}
+                _ => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
     /// Takes one turn, whose request has come.
     fn checkpoint(
         self,
@@ -198,7 +209,10 @@ impl Series<'_> {
         let continued = Instant::now();
         let pause = continued.saturating_duration_since(stopping);
         waiting.store(pair).map_err(MigrateError::Sink)?;
-        self.primary.prepare_disks(checkpoint.number)?;
+        if !self.is_prepared(checkpoints, checkpoint.number)? {
+            pair.abort();
+            return Ok(Turned::Over);
+        }
         let stored = pair.commit(&checkpoint.sections)?;
         let commit = continued.elapsed();
         let period = before.replace(stopping).map(|before| stopping.saturating_duration_since(before));

@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use limosa_channel::Uri;
 use limosa_console::parse;
 
 use super::protect::parse_lost_after;
+use super::serve::socket_path;
 use super::{DurableArg, TlsServerArgs};
 
 #[derive(Debug, Args)]
@@ -60,6 +62,16 @@ pub(crate) struct KeeperArgs {
     /// A shell command that makes sure of that before a failover; it must exit with 0
     #[arg(long, value_name = "COMMAND")]
     pub(crate) fence: Option<OsString>,
+
+    /// The --control socket of the `limosa serve` whose disks belong to the checkpoints: a failover has it drop what the
+    /// VM wrote later. Repeat it for each server
+    #[arg(
+        long,
+        value_name = "SOCK",
+        value_parser = OsStringValueParser::new().map(socket_path),
+        requires = "command"
+    )]
+    pub(crate) disk_server: Vec<PathBuf>,
 
     /// How long QEMU may take to start
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "60s")]

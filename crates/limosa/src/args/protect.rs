@@ -140,8 +140,9 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_enum, conflicts_with = "gate")]
     pub(crate) output: Option<OutputArg>,
 
-    /// Failures that a checkpoint must survive before it counts; with --to that is up to the keeper
-    #[arg(long, value_enum, default_value_t = DurableArg::Process, conflicts_with = "to")]
+    /// Failures that a checkpoint must survive before it counts. With --to that is up to the keeper, and this one is
+    /// about the disks of --disk-server
+    #[arg(long, value_enum, default_value_t = DurableArg::Process)]
     pub(crate) durable: DurableArg,
 
     /// Have disks that `limosa serve` serves belong to the checkpoints: its --control socket. Repeat it for each server
@@ -224,6 +225,9 @@ impl KeepArgs {
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
         match &self.to {
             Some(uri) if !uri.is_socket() => Some("--to needs tcp:HOST:PORT or unix:PATH"),
+            Some(_) if self.durable == DurableArg::Disk && self.disk_server.is_empty() => {
+                Some("with --to the keeper says which failures a checkpoint survives: limosa keep --durable")
+            }
             Some(uri) => self.tls().contradiction(uri),
             None => None,
         }

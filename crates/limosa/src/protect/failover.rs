@@ -11,8 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use limosa_protect::take_over;
-use limosa_qemu::drop_disks_after;
+use limosa_protect::{bring_disks, take_over};
 use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Snapshot, SnapshotError};
 
 use crate::args::{DisksArg, FailoverArgs, RunArgs};
@@ -34,6 +33,7 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let directory = newest(&args.directory)?;
     let snapshot = directory.checkpoint();
     if args.how.disks == DisksArg::Check {
+        expect_servers(&snapshot, &args.how.disk_server)?;
         bring_disks(&snapshot, &args.how.disk_server)?;
     }
     drop(directory);
@@ -51,11 +51,11 @@ pub(super) fn fence(command: &OsStr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Has the disks of a checkpoint as of it. Only servers that the user named are asked: the file may name others.
-fn bring_disks(snapshot: &Path, servers: &[PathBuf]) -> anyhow::Result<()> {
+/// Refuses a checkpoint with disks if no server was named. Only those that the user named are asked: the file may name
+/// others.
+fn expect_servers(snapshot: &Path, servers: &[PathBuf]) -> anyhow::Result<()> {
     let snapshot = Snapshot::open(snapshot)?;
-    let Some(manifest) = snapshot.manifest() else { return Ok(()) };
-    let disks = &manifest.protected_disks;
+    let disks = snapshot.manifest().map(|manifest| manifest.protected_disks.as_slice()).unwrap_or_default();
     if let Some(disk) = disks.first().filter(|_| servers.is_empty()) {
         bail!(
             "the checkpoint has the disk {} ({}), which the server at {} served: give --disk-server, or --disks ignore",
@@ -64,7 +64,7 @@ fn bring_disks(snapshot: &Path, servers: &[PathBuf]) -> anyhow::Result<()> {
             disk.control.display()
         );
     }
-    Ok(drop_disks_after(disks, manifest.checkpoint.unwrap_or(0), servers)?)
+    Ok(())
 }
 
 /// Returns the directory once no keeper can replace its checkpoint.

@@ -1,10 +1,11 @@
 //! `limosa keep`: checkpoints of VMs on other hosts.
 
+use std::ffi::OsString;
 use std::process::{Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use limosa_channel::{Listener, Options};
 use limosa_console::{anyhow_error_line, error_line, print_out, quantity, say};
 use limosa_control::JobKind;
@@ -42,11 +43,15 @@ pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         when_lost: args.when_lost,
         now: &now,
         fence: &fence,
+        disk_servers: &args.disk_server,
         survive: &survive,
     });
     if standby.is_some() {
         check_command_line(&args.command)?;
         check_program(&args.command)?;
+        if args.standby && !args.disk_server.is_empty() {
+            expect_reconnection(&args.command)?;
+        }
         signal_hook::flag::register(SIGUSR1, Arc::clone(&now)).context("cannot handle signals")?;
     }
     let handles = JobHandles::with_socket(None, JobKind::Save, "keeping", true)?;
@@ -71,6 +76,20 @@ pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// Refuses a standby whose disk over NBD would not connect again: its server closes all connections when it drops what
+/// came after a checkpoint, and the guest would see requests fail.
+fn expect_reconnection(command: &[OsString]) -> anyhow::Result<()> {
+    let words = command.iter().map(|word| word.to_string_lossy());
+    let is_nbd = |word: &str| ["driver=nbd", "\"nbd\"", "file=nbd:"].iter().any(|mark| word.contains(mark));
+    match words.into_iter().find(|word| is_nbd(word) && !word.contains("reconnect-delay")) {
+        Some(disk) => bail!(
+            "a failover closes the connections of disks over NBD, and a standby must connect again: give it \
+             reconnect-delay=10 ({disk})"
+        ),
+        None => Ok(()),
+    }
+}
+
 /// Makes sure that the protected VM is off.
 fn fence(args: &KeeperArgs) -> Result<(), VmError> {
     let Some(command) = &args.fence else { return Ok(()) };
@@ -88,7 +107,11 @@ fn outlive(survivor: Survivor, args: &KeeperArgs) -> anyhow::Result<ExitStatus> 
         _ => {
             say!("limosa: the VM continues here, from its checkpoint");
             let mut command = Command::new(THIS_PROGRAM);
-            command.args(["protect", "failover", "--fenced"]).arg(&args.directory).arg("--").args(&args.command);
+            command.args(["protect", "failover", "--fenced"]).arg(&args.directory);
+            for server in &args.disk_server {
+                command.arg("--disk-server").arg(server);
+            }
+            command.arg("--").args(&args.command);
             let child = command.spawn().context("cannot start the failover")?;
             run::outlive(child, &args.command)
         }

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_storage::testing::SeededRandom;
-use limosa_testkit::{Disk, DiskFormat, LinuxGuest, Machine, Series, Vm, kill9};
+use limosa_testkit::{Disk, DiskFormat, LinuxGuest, Machine, MemoryBackend, Series, Vm, kill9};
 use rustix::process::Signal;
 
 use crate::needs_newest_qemu;
@@ -15,58 +15,86 @@ use crate::overlays::{assert_never_torn, start_writer, wait_writes};
 use crate::scene::{Failover, Scene, text};
 use crate::stage::{Program, limosa, start, wait_for};
 
-fn setting(name: &str, default: u64) -> u64 {
+pub(crate) fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
+/// How the VM reaches its disk.
+#[derive(Clone, Copy)]
+enum Transport {
+    Nbd,
+    VhostUser,
+}
+
 /// A Linux whose disk is served, and the folder of the test.
-struct Bed {
-    scene: Scene,
+pub(crate) struct Bed {
+    pub(crate) scene: Scene,
     format: DiskFormat,
+    transport: Transport,
 }
 
 impl Bed {
-    fn new(format: DiskFormat) -> Self {
-        let scene = Scene::of(|folder| {
-            let nbd = folder.join("nbd");
-            let guest = LinuxGuest { kernel_words: "no_timer_check".to_owned(), ..LinuxGuest::default() };
-            let node = format!("driver=nbd,node-name=disk,server.type=unix,server.path={},export=vm", nbd.display());
-            let device = "virtio-blk-pci,id=disk0,drive=disk".to_owned();
-            let arguments = ["-blockdev".to_owned(), node, "-device".to_owned(), device];
-            let machine = Machine::linux(guest).series(Series::Newest);
-            arguments.iter().fold(machine, |machine, argument| machine.argument(argument))
-        });
-        Disk::create(&scene.path("disk"), format, 16 << 20).unwrap();
-        Self { scene, format }
+    /// Over NBD.
+    pub(crate) fn new(format: DiskFormat) -> Self {
+        Self::over(Transport::Nbd, format)
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    fn over(transport: Transport, format: DiskFormat) -> Self {
+        let scene = Scene::of(|folder| {
+            let socket = folder.join("disk.socket");
+            let socket = socket.display();
+            let guest = LinuxGuest { kernel_words: "no_timer_check".to_owned(), ..LinuxGuest::default() };
+            let machine = Machine::linux(guest).series(Series::Newest);
+            let (machine, words) = match transport {
+                Transport::Nbd => {
+                    let server = format!("server.type=unix,server.path={socket}");
+                    let node = format!("driver=nbd,node-name=disk,{server},export=vm,reconnect-delay=10");
+                    (machine, ["-blockdev".to_owned(), node, "virtio-blk-pci,id=disk0,drive=disk".to_owned()])
+                }
+                Transport::VhostUser => {
+                    let chardev = format!("socket,id=blk,path={socket},reconnect-ms=50");
+                    let device = "vhost-user-blk-pci,chardev=blk,id=disk0,num-queues=1".to_owned();
+                    (machine.backend(MemoryBackend::Memfd), ["-chardev".to_owned(), chardev, device])
+                }
+            };
+            let [back, what, device] = words;
+            [back, what, "-device".to_owned(), device].iter().fold(machine, |machine, word| machine.argument(word))
+        });
+        Disk::create(&scene.path("disk"), format, 16 << 20).unwrap();
+        Self { scene, format, transport }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.scene.path(name)
     }
 
-    fn format(&self) -> &'static str {
+    pub(crate) fn format(&self) -> &'static str {
         match self.format {
             DiskFormat::Raw => "raw",
             DiskFormat::Qcow2 => "qcow2",
         }
     }
 
-    fn control(&self) -> String {
+    pub(crate) fn control(&self) -> String {
         self.path("control").display().to_string()
     }
 
-    fn serve(&self, more: &[&str]) -> Program {
+    pub(crate) fn serve(&self, more: &[&str]) -> Program {
         self.try_serve(more).unwrap()
     }
 
     /// Starts the disk server; `None`: the image is not as of the epoch that was asked for.
-    fn try_serve(&self, more: &[&str]) -> Option<Program> {
-        for left in ["control", "nbd"] {
+    pub(crate) fn try_serve(&self, more: &[&str]) -> Option<Program> {
+        for left in ["control", "disk.socket"] {
             let _ = std::fs::remove_file(self.path(left));
         }
-        let (disk, nbd) = (self.path("disk"), format!("unix:{}", self.path("nbd").display()));
+        let (disk, socket) = (self.path("disk"), self.path("disk.socket").display().to_string());
+        let (way, at) = match self.transport {
+            Transport::Nbd => ("--nbd", format!("unix:{socket}")),
+            Transport::VhostUser => ("--vhost-user-blk", socket),
+        };
         let (folder, control) = (disk.parent().unwrap(), self.control());
-        let words = ["serve", "-f", self.format(), text(&disk), "--name", "vm", "--nbd", &nbd];
+        let words = ["serve", "-f", self.format(), text(&disk), "--name", "vm", way, &at];
         let steered = ["--control", &control, "--allow-dir", text(folder)];
         let server = start(words.iter().chain(&steered).chain(more));
         let is_served = wait_for("the disk server", || {
@@ -85,12 +113,12 @@ impl Bed {
         self.scene.protect(vm, &["--every", "50ms", "--disk-server", &self.control()])
     }
 
-    fn failover(&self) -> Failover<'_> {
+    pub(crate) fn failover(&self) -> Failover<'_> {
         self.scene.failover(&["--fenced", "--disk-server", &self.control()])
     }
 
     /// Expects the VM to write to its disk, and to find there what its memory knows, and no more.
-    fn assert_goes_on(&self, failover: Failover<'_>) {
+    pub(crate) fn assert_goes_on(&self, failover: Failover<'_>) {
         wait_for("writes of the VM that continues", || {
             let said = failover.limosa.stdout();
             assert!(!said.contains("torn"), "memory and disk are of different instants: {said}");
@@ -107,8 +135,12 @@ impl Bed {
 #[test]
 fn a_vm_that_was_killed_continues_on_a_disk_of_the_instant_of_its_memory() {
     needs_newest_qemu!();
-    for format in [DiskFormat::Raw, DiskFormat::Qcow2] {
-        let bed = Bed::new(format);
+    for (transport, format) in [
+        (Transport::Nbd, DiskFormat::Raw),
+        (Transport::Nbd, DiskFormat::Qcow2),
+        (Transport::VhostUser, DiskFormat::Qcow2),
+    ] {
+        let bed = Bed::over(transport, format);
         let server = bed.serve(&[]);
         let vm = start_writer(&bed.scene.machine);
         let keeper = bed.protect(&vm);

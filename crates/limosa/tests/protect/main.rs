@@ -23,5 +23,6 @@ mod gate;
 mod losses;
 mod refusals;
 mod remote;
+mod remote_disks;
 mod seen;
 mod standby;

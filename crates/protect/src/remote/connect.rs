@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use limosa_channel::{Channel, Options, Tls, Uri};
 use limosa_migrate::MigrateError;
-use limosa_snapshot::Manifest;
+use limosa_snapshot::{Manifest, ProtectedDisk};
 use rustix::net::sockopt;
 
 use super::message::{Answer, Hello};
@@ -22,10 +22,17 @@ pub struct KeeperAddress {
     pub tls: Option<Tls>,
 }
 
+/// A keeper that waits for the stream of a QEMU.
+pub(crate) struct Greeted {
+    pub(crate) channel: Channel,
+    /// The disks that belong to the checkpoints, as it was told of them.
+    pub(crate) disks: Vec<ProtectedDisk>,
+}
+
 impl KeeperAddress {
     /// Connects, and greets: the keeper waits for the stream of a QEMU then. The id of the manifest is that of the
     /// protection.
-    pub(crate) fn greet(&self, manifest: &Manifest, within: Duration) -> Result<Channel, ProtectError> {
+    pub(crate) fn greet(&self, manifest: &Manifest, within: Duration) -> Result<Greeted, ProtectError> {
         let hello = Hello { protection: manifest.id, manifest: manifest.clone() };
         let keeper = || self.uri.to_string();
         let failed = |error: MigrateError| ProtectError::LineLost { keeper: keeper(), source: Box::new(error) };
@@ -38,7 +45,7 @@ impl KeeperAddress {
             Answer::read(&channel, within)
         };
         match greet().map_err(failed)? {
-            Answer::Welcome(_) => Ok(channel),
+            Answer::Welcome(_) => Ok(Greeted { channel, disks: hello.manifest.protected_disks }),
             Answer::Busy(why) => Err(ProtectError::KeeperBusy { keeper: keeper(), why }),
             Answer::TakenOver(why) => Err(ProtectError::TakenOver { keeper: keeper(), why }),
             Answer::Refused(why) => Err(ProtectError::Refused(format!("the keeper at {} refuses: {why}", keeper()))),

@@ -80,6 +80,8 @@ pub(super) struct Desk<'k> {
     /// The directory of the checkpoints.
     directory: &'k Path,
     lost_after: Duration,
+    /// Whether VMs can be kept whose disks belong to their checkpoints.
+    takes_disks: bool,
 }
 
 #[derive(Debug)]
@@ -90,7 +92,7 @@ struct State {
 }
 
 impl<'k> Desk<'k> {
-    pub(super) fn new(directory: &'k Path, lost_after: Duration) -> Self {
+    pub(super) fn new(directory: &'k Path, lost_after: Duration, takes_disks: bool) -> Self {
         let state = State { admission: Admission::Anybody, visitor: None, closed: false };
         Self {
             state: Mutex::new(state),
@@ -98,6 +100,7 @@ impl<'k> Desk<'k> {
             greetings: Mutex::new(VecDeque::new()),
             directory,
             lost_after,
+            takes_disks,
         }
     }
 
@@ -208,7 +211,7 @@ impl<'k> Desk<'k> {
         watch_peer(&channel, self.lost_after);
         let (answer, before) = {
             let mut state = self.state.lock();
-            let answer = self.answer(&state, protection, &VmName::of(&manifest));
+            let answer = self.answer(&state, protection, &manifest);
             let welcome = matches!(answer, Answer::Welcome(_));
             let kept = Admission::Nobody("it keeps the checkpoints of a VM already");
             (answer, welcome.then(|| std::mem::replace(&mut state.admission, kept)))
@@ -231,7 +234,7 @@ impl<'k> Desk<'k> {
         }
     }
 
-    fn answer(&self, state: &State, protection: Option<Uuid>, vm: &VmName) -> Answer {
+    fn answer(&self, state: &State, protection: Option<Uuid>, manifest: &Manifest) -> Answer {
         match protection.map(|protection| ownership::is_taken_over(self.directory, protection)) {
             Some(Ok(true)) => return Answer::TakenOver("the VM continues from its checkpoints there".into()),
             Some(Err(error)) => return Answer::Busy(format!("its directory cannot be read: {error}")),
@@ -239,8 +242,11 @@ impl<'k> Desk<'k> {
         }
         match &state.admission {
             _ if state.closed => Answer::Busy("it ends".into()),
+            _ if !self.takes_disks && !manifest.protected_disks.is_empty() => {
+                Answer::Refused("it has to continue the VM, and knows no server of its disks".into())
+            }
             Admission::Anybody => Answer::Welcome(self.directory.display().to_string()),
-            Admission::Only(lost) if protection.is_some() && lost.may_be(vm) => {
+            Admission::Only(lost) if protection.is_some() && lost.may_be(&VmName::of(manifest)) => {
                 Answer::Welcome(self.directory.display().to_string())
             }
             Admission::Only(_) => Answer::Busy("it waits for another VM that may be lost".into()),

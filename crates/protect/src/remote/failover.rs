@@ -1,7 +1,7 @@
 //! When a keeper continues the VM itself.
 //!
 //! Law: **at most one side runs the VM.** The order is: the primary is lost, for as long as was said; no primary is let
-//! in any more; fencing succeeds; it is recorded, durably, that this protection is over; the VM runs. A keeper that is
+//! in any more; fencing succeeds; its disks are brought to the checkpoint; it is recorded, durably, that this protection is over; the VM runs. A keeper that is
 //! killed before the last step runs nothing, and one that is killed after it is the only one that ran it: its standby
 //! gets the end of its stream in one piece.
 //!
@@ -18,8 +18,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use limosa_migrate::VmError;
-use limosa_qemu::JobContext;
-use limosa_snapshot::CheckpointDirectory;
+use limosa_page::error_with_causes;
+use limosa_qemu::{JobContext, JobError, drop_disks_after, refuse_changed_disks};
+use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, ProtectedDisk, Snapshot};
 
 use super::desk::{Admission, Desk, Visitor, VmName};
 use super::message::Farewell;
@@ -31,6 +32,35 @@ use crate::standby::{Continued, Standby};
 const TICK: Duration = Duration::from_millis(20);
 /// How soon a fencing that has failed is tried again, at the earliest.
 const FENCE_AGAIN: Duration = Duration::from_secs(5);
+
+/// Makes sure that the protected VM cannot run, and has its disks as of the checkpoint.
+fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<(), VmError> {
+    let checkpoint = directory.join(CHECKPOINT_NAME);
+    // A VM that has continued without protection is better left alone.
+    with_disks(&checkpoint, |disks, epoch| refuse_changed_disks(disks, epoch, options.disk_servers))?;
+    (options.fence)()?;
+    bring_disks(&checkpoint, options.disk_servers)?;
+    Ok(())
+}
+
+/// Has the disks that belong to a checkpoint as of it: what the VM wrote later is dropped. The VM is off. `servers`: the
+/// control sockets of the servers of its disks.
+///
+/// # Errors
+/// The checkpoint cannot be read; as of [`drop_disks_after`].
+pub fn bring_disks(checkpoint: &Path, servers: &[PathBuf]) -> Result<(), ProtectError> {
+    with_disks(checkpoint, |disks, epoch| drop_disks_after(disks, epoch, servers))
+}
+
+fn with_disks(
+    checkpoint: &Path,
+    work: impl FnOnce(&[ProtectedDisk], u64) -> Result<(), JobError>,
+) -> Result<(), ProtectError> {
+    match Snapshot::open(checkpoint)?.manifest() {
+        Some(manifest) => Ok(work(&manifest.protected_disks, manifest.checkpoint.unwrap_or(0))?),
+        None => Ok(()),
+    }
+}
 
 /// How a keeper fails over.
 #[derive(Clone, Copy)]
@@ -48,6 +78,9 @@ pub struct StandbyOptions<'a> {
     pub now: &'a AtomicBool,
     /// Makes sure that the protected VM cannot run, now or later; otherwise says why that is not sure.
     pub fence: &'a (dyn Fn() -> Result<(), VmError> + Sync),
+    /// The control sockets of the servers of its disks. Without any, VMs whose disks belong to their checkpoints are
+    /// not kept.
+    pub disk_servers: &'a [PathBuf],
     /// Is given the VM. What it does until it returns is done while primaries are turned away.
     pub survive: &'a (dyn Fn(Survivor) + Sync),
 }
@@ -139,10 +172,10 @@ impl Lost {
                 }
                 continue;
             }
-            match (options.fence)() {
+            match clear_the_way(options, directory) {
                 Ok(()) => break,
                 Err(why) => {
-                    notice(&format!("not failed over: {why}"));
+                    notice(&format!("not failed over: {}", error_with_causes(&*why)));
                     self.again = Some(Instant::now() + options.when_lost.unwrap_or_default().max(FENCE_AGAIN));
                 }
             }
@@ -156,7 +189,7 @@ impl Lost {
         let survivor = match self.standby.take().map(Standby::continue_vm) {
             Some(Ok(continued)) => Survivor::Runs(Box::new(continued)),
             Some(Err(error)) => {
-                notice(&format!("{}; the VM is restored from its checkpoint", limosa_page::error_with_causes(&error)));
+                notice(&format!("{}; the VM is restored from its checkpoint", error_with_causes(&error)));
                 Survivor::Stored(held.checkpoint())
             }
             None => Survivor::Stored(held.checkpoint()),

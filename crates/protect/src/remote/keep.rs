@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -145,7 +146,8 @@ pub fn keep(request: KeepRequest<'_>) -> Result<KeepReport, ProtectError> {
     // Held only while there is a primary: a failover takes it otherwise.
     drop(CheckpointDirectory::open(directory)?);
     (request.event)(&KeepEvent::Listening);
-    let desk = &Desk::new(directory, options.lost_after);
+    let takes_disks = request.standby.is_none_or(|standby| !standby.disk_servers.is_empty());
+    let desk = &Desk::new(directory, options.lost_after, takes_disks);
     let (mut sum, mut newest, mut series, mut failed_over) = (Tally::new(), None, 0, false);
     thread::scope(|scope| {
         let door = thread::Builder::new().name("door".into());
@@ -210,6 +212,7 @@ fn receive(request: KeepRequest<'_>, visitor: Visitor, lost: &mut Option<Lost>) 
         standby: Mutex::new(None),
         before: Mutex::new(lost.take()),
         setup: OnceLock::new(),
+        prepared: AtomicU64::new(0),
     };
     let name = VmName::of(&visitor.manifest);
     let mut kept = Kept::nothing();
@@ -243,6 +246,8 @@ struct Far {
     before: Mutex<Option<Lost>>,
     /// The layout of its memory.
     setup: OnceLock<StreamSetup>,
+    /// The newest checkpoint for which its disks are prepared.
+    prepared: AtomicU64,
 }
 
 fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept) -> Result<(), ProtectError> {
@@ -262,7 +267,8 @@ fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept
     manifest.protection = Some(protection.unwrap_or_else(Uuid::new_v4));
     let (warm, notice) = (standby.filter(|standby| standby.warm), watch.notice);
     let told = Mutex::new(Instant::now());
-    let far = FarVm { channel: channel.try_clone()?, is_limosa, told, far, warm, notice };
+    let has_disks = !manifest.protected_disks.is_empty();
+    let far = FarVm { channel: channel.try_clone()?, is_limosa, has_disks, told, far, warm, notice };
     let silence = is_limosa.then_some(options.lost_after);
     let series = Series {
         primary: &far,
@@ -283,6 +289,8 @@ struct FarVm<'a> {
     channel: Channel,
     /// Whether it understands notes.
     is_limosa: bool,
+    /// Whether disks belong to its checkpoints. Its own end has them begin, seal and keep epochs.
+    has_disks: bool,
     /// When it was last told something.
     told: Mutex<Instant>,
     far: &'a Far,
@@ -354,6 +362,10 @@ impl Primary for FarVm<'_> {
 
     fn continued(&self) {}
 
+    fn prepare_disks(&self, epoch: u64) -> Result<bool, ProtectError> {
+        Ok(!self.has_disks || self.far.prepared.load(Ordering::Acquire) >= epoch)
+    }
+
     fn commit(&self, pair: &CheckpointPair, kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError> {
         let told = if self.is_limosa {
             let mut bytes = Vec::new();
@@ -371,6 +383,10 @@ impl Primary for FarVm<'_> {
             Some(Note::Farewell(reason)) => {
                 *self.far.farewell.lock() = Some(reason);
                 true
+            }
+            Some(Note::Prepared(epoch)) => {
+                self.far.prepared.store(epoch, Ordering::Release);
+                false
             }
             _ => false,
         }

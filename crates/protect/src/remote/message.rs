@@ -23,7 +23,7 @@ use uuid::Uuid;
 use crate::report::KeptCheckpoint;
 
 /// The version of these messages.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 /// The first bytes of a bare stream.
 const BARE: [u8; 4] = *b"QEVM";
 const HELLO: [u8; 8] = *b"LIMOSA-P";
@@ -229,6 +229,9 @@ pub(super) enum Note {
     Commit(u64),
     /// Nanoseconds to prepare the store for it.
     CatchUp(u64),
+    /// To the keeper: the VM's disks are prepared for the checkpoint of this number. One of a VM with such disks does
+    /// not count before.
+    Prepared(u64),
 }
 
 impl Note {
@@ -248,6 +251,7 @@ impl Note {
             7 => Self::Length(value),
             8 => Self::Commit(value),
             9 => Self::CatchUp(value),
+            10 => Self::Prepared(value),
             _ => return None,
         })
     }
@@ -266,6 +270,7 @@ impl Note {
             Self::Length(bytes) => (7, bytes),
             Self::Commit(nanos) => (8, nanos),
             Self::CatchUp(nanos) => (9, nanos),
+            Self::Prepared(number) => (10, number),
         };
         ColoMessage::Note { kind, value }.encode(out);
     }
@@ -310,7 +315,7 @@ impl KeptNotes {
             Note::Length(bytes) => self.stored.length = bytes,
             Note::Commit(nanos) => self.commit = Duration::from_nanos(nanos),
             Note::CatchUp(nanos) => self.catch_up = Duration::from_nanos(nanos),
-            Note::Alive(_) | Note::Farewell(_) => {}
+            Note::Alive(_) | Note::Farewell(_) | Note::Prepared(_) => {}
         }
         None
     }
@@ -391,6 +396,7 @@ mod tests {
             Note::Farewell(Farewell::VmLost),
             Note::Kept(u64::MAX),
             Note::CatchUp(7),
+            Note::Prepared(1 << 40),
         ] {
             let mut bytes = Vec::new();
             note.encode(&mut bytes);

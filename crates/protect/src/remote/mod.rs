@@ -26,8 +26,9 @@ mod ownership;
 mod recovery;
 mod relay;
 
+pub(crate) use connect::Greeted;
 pub use connect::KeeperAddress;
-pub use failover::{StandbyOptions, Survivor};
+pub use failover::{StandbyOptions, Survivor, bring_disks};
 pub use keep::{KeepEvent, KeepOptions, KeepReport, KeepRequest, keep};
 pub use message::Farewell;
 pub use ownership::take_over;

@@ -13,16 +13,15 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::Channel;
 use limosa_migrate::Handle;
 use limosa_page::error_with_causes;
 use limosa_qemu::monitor::{MigrationStatus, Monitor, RunState};
-use limosa_snapshot::Manifest;
 
-use super::connect::KeeperAddress;
+use super::connect::{Greeted, KeeperAddress};
 use crate::error::ProtectError;
 use crate::guard::{Guard, Seen};
 use crate::options::{OnLoss, ProtectOptions};
+use crate::preflight::Preflight;
 use crate::primary::{check_stop, is_running};
 
 /// How long QEMU may take to leave COLO.
@@ -53,7 +52,7 @@ pub(crate) struct Recovery<'a> {
     handle: &'a Handle,
     notice: &'a (dyn Fn(&str) + Sync),
     keeper: &'a KeeperAddress,
-    manifest: &'a Manifest,
+    found: &'a Preflight,
     wait: Duration,
 }
 
@@ -63,9 +62,9 @@ impl<'a> Recovery<'a> {
         options: &'a ProtectOptions,
         (handle, notice): (&'a Handle, &'a (dyn Fn(&str) + Sync)),
         keeper: &'a KeeperAddress,
-        manifest: &'a Manifest,
+        found: &'a Preflight,
     ) -> Self {
-        Self { monitor, options, handle, notice, keeper, manifest, wait: FIRST_WAIT }
+        Self { monitor, options, handle, notice, keeper, found, wait: FIRST_WAIT }
     }
 
     /// A base was kept: the next loss is another one.
@@ -97,7 +96,7 @@ impl<'a> Recovery<'a> {
     }
 
     /// Waits until the keeper takes the VM again; the VM runs then.
-    pub(crate) fn wait(&mut self, vm: &mut Unprotected, seen: &mut Seen) -> Result<Channel, ProtectError> {
+    pub(crate) fn wait(&mut self, vm: &mut Unprotected, seen: &mut Seen) -> Result<Greeted, ProtectError> {
         let mut said = None;
         loop {
             self.sleep(seen)?;
@@ -112,14 +111,14 @@ impl<'a> Recovery<'a> {
                 Unprotected::Runs if !runs => continue,
                 Unprotected::Runs | Unprotected::StandsStill => {}
             }
-            match self.keeper.greet(self.manifest, self.options.lost_after.min(CONNECT_WITHIN)) {
-                Ok(channel) => {
+            match self.keeper.greet(&self.found.series(), self.options.lost_after.min(CONNECT_WITHIN)) {
+                Ok(greeted) => {
                     if *vm == Unprotected::StandsStill {
                         self.release()?;
                         *vm = Unprotected::Runs;
                     }
                     (self.notice)(&format!("the keeper at {} is back; it gets all of the VM", self.keeper.uri));
-                    return Ok(channel);
+                    return Ok(greeted);
                 }
                 Err(error @ (ProtectError::LineLost { .. } | ProtectError::KeeperBusy { .. })) => {
                     let line = error_with_causes(&error);
@@ -150,8 +149,17 @@ impl<'a> Recovery<'a> {
         Ok(())
     }
 
-    /// Ends COLO, or what has become of it; the VM runs, unless its user had stopped it.
+    /// Ends COLO, or what has become of it, and the epochs of the disks; the VM runs, unless its user had stopped it.
     fn release(&self) -> Result<(), ProtectError> {
+        self.end_colo()?;
+        // A failover may have had them. If it was a failure, the next base fails.
+        if let Err(error) = self.found.disks.end() {
+            (self.notice)(&format!("what the VM has written stays in a log: {}", error_with_causes(&error)));
+        }
+        Ok(())
+    }
+
+    fn end_colo(&self) -> Result<(), ProtectError> {
         let monitor = self.monitor;
         let stopped = self.options.on_loss == OnLoss::Continue && monitor.status()?.state == RunState::Paused;
         let (begun, mut told) = (Instant::now(), None::<Instant>);

@@ -10,9 +10,9 @@
 //! QEMU:     runs        │                          stops  │           runs    │
 //! ```
 //!
-//! Between the keeper's reply and QEMU's stop nothing is on the way to the keeper but this side's notes: QEMU has asked
-//! and waits. So they cannot fall into the middle of a message. They say that the VM is there, and in the end why there
-//! will be no more checkpoints.
+//! While the VM runs nothing is on the way to the keeper but QEMU's request and this side's notes, which do not fall
+//! into the middle of it. They say that the VM is there, that its disks are prepared for a checkpoint, which counts
+//! then and not before, and in the end why there will be no more checkpoints.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -21,14 +21,15 @@ use std::time::{Duration, Instant};
 use limosa_channel::{Channel, ChannelError, Shutdown};
 use limosa_migrate::MigrateError;
 use limosa_page::{broken_invariant, to_u64};
+use limosa_snapshot::ProtectedDisk;
 use limosa_stream::colo::{COLO_MESSAGE_LIMIT, ColoMessage};
 use limosa_stream::{ReturnDecoder, ReturnMessage};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::message::{Farewell, KeptNotes, Note, timed_out};
 use crate::error::ProtectError;
 use crate::options::OnLoss;
-use crate::primary::{LocalVm, Primary as _};
+use crate::primary::{LocalVm, Primary as _, TELL_EVERY};
 use crate::report::{KeptBase, KeptCheckpoint};
 use crate::series::Kept;
 
@@ -40,12 +41,18 @@ const TICK: Duration = Duration::from_millis(20);
 const REASON_WITHIN: Duration = Duration::from_millis(300);
 /// Bytes of QEMU's request for a checkpoint.
 const REQUEST: u64 = 4;
+/// How long the rest of a request may take whose first bytes have come.
+const REQUEST_WITHIN: Duration = Duration::from_secs(1);
+/// How often it is looked at.
+const REQUEST_TICK: Duration = Duration::from_micros(200);
 
 /// A QEMU and its keeper.
 pub(crate) struct Relay<'a> {
     pub(crate) vm: LocalVm<'a>,
     pub(crate) qemu: &'a Channel,
     pub(crate) keeper: &'a Channel,
+    /// The disks that belong to the checkpoints, as the keeper was told of them.
+    pub(crate) disks: &'a [ProtectedDisk],
     /// Whether QEMU reads a return path until its base is answered.
     pub(crate) return_path: bool,
     /// How long the keeper may owe an answer while the VM runs.
@@ -61,6 +68,8 @@ struct Shared {
     qemu_ended: AtomicBool,
     /// Bytes of QEMU since the VM was last let continue.
     passed: AtomicU64,
+    /// Held by who writes to the keeper.
+    writing: Mutex<()>,
     /// The keeper takes no more bytes.
     lost: Mutex<Option<ChannelError>>,
 }
@@ -117,9 +126,13 @@ impl Relay<'_> {
                     break;
                 }
             };
-            shared.passed.fetch_add(to_u64(got), Ordering::AcqRel);
             self.vm.pulse.add_bytes(to_u64(got));
-            if let Err(error) = self.keeper.write_all(bytes.get(..got).unwrap_or_default()) {
+            let written = {
+                let _alone = shared.writing.lock();
+                shared.passed.fetch_add(to_u64(got), Ordering::AcqRel);
+                self.keeper.write_all(bytes.get(..got).unwrap_or_default())
+            };
+            if let Err(error) = written {
                 *shared.lost.lock() = Some(error);
                 break;
             }
@@ -129,6 +142,24 @@ impl Relay<'_> {
         }
         // The other thread may wait until a checkpoint is due.
         self.vm.outputs.signal().nearly_full();
+    }
+
+    /// Tells the keeper something while the VM runs: QEMU has sent nothing then but its request, or a part of it.
+    fn tell(&self, shared: &Shared, note: Note) -> Result<(), ProtectError> {
+        let mut bytes = Vec::with_capacity(COLO_MESSAGE_LIMIT);
+        note.encode(&mut bytes);
+        let begun = Instant::now();
+        loop {
+            let alone = shared.writing.lock();
+            if [0, REQUEST].contains(&shared.passed.load(Ordering::Acquire)) {
+                return self.keeper.write_all(&bytes).map_err(|error| self.lost(error));
+            }
+            drop(alone);
+            if begun.elapsed() >= REQUEST_WITHIN {
+                return Err(self.lost(MigrateError::Protocol("QEMU's request has come in part only".into())));
+            }
+            thread::sleep(REQUEST_TICK);
+        }
     }
 
     fn lost(&self, source: impl Into<MigrateError>) -> ProtectError {
@@ -210,6 +241,7 @@ impl<'r> Turns<'r> {
                 }
                 Heard::Colo(ColoMessage::CheckpointReady) => {
                     self.expect(Due::Ready)?;
+                    vm.begin_disks(self.relay.disks)?;
                     vm.seal(0)?;
                     vm.check_held()?;
                     let mut bytes = Vec::new();
@@ -246,7 +278,7 @@ impl<'r> Turns<'r> {
     fn load(&mut self) -> Result<(), ProtectError> {
         let vm = self.relay.vm;
         let number = self.number + 1;
-        let sealed = vm.seal(number).and_then(|()| vm.check_held());
+        let sealed = vm.seal_disks(number).and_then(|()| vm.seal(number)).and_then(|()| vm.check_held());
         self.bytes = self.shared.passed.swap(0, Ordering::AcqRel).saturating_sub(self.bytes);
         let mut bytes = Vec::new();
         ColoMessage::VmstateReceived.encode(&mut bytes);
@@ -257,19 +289,44 @@ impl<'r> Turns<'r> {
         sealed?;
         // A QEMU that has died meanwhile does not hear it; the checkpoint counts all the same.
         match answered {
-            Err(ProtectError::Channel(error)) if !error.is_shut_down() => {
-                tracing::info!("{error}");
-                Ok(())
-            }
-            other => other,
+            Err(ProtectError::Channel(error)) if !error.is_shut_down() => tracing::info!("{error}"),
+            other => other?,
         }
+        if self.relay.disks.is_empty() { Ok(()) } else { self.prepare(number) }
+    }
+
+    /// Prepares the disks for a checkpoint. The keeper waits for it, and is told meanwhile that the VM is there.
+    fn prepare(&mut self, number: u64) -> Result<(), ProtectError> {
+        let (relay, shared) = (self.relay, self.shared);
+        let (prepared, changed) = (Mutex::new(false), Condvar::new());
+        thread::scope(|scope| {
+            let telling = || {
+                let mut prepared = prepared.lock();
+                while !*prepared {
+                    if changed.wait_for(&mut prepared, TELL_EVERY).timed_out()
+                        && let Err(error) = relay.tell(shared, Note::Alive(true))
+                    {
+                        // It is noticed where the keeper is heard.
+                        return tracing::info!("{error}");
+                    }
+                }
+            };
+            let teller = thread::Builder::new().name("disks".into());
+            teller.spawn_scoped(scope, telling).map_err(ProtectError::Thread)?;
+            let done = relay.vm.prepare_disks(number);
+            *prepared.lock() = true;
+            changed.notify_all();
+            done
+        })?;
+        self.heard = Instant::now();
+        self.tell(Note::Prepared(number))
     }
 
     /// The keeper has stored a checkpoint.
     fn count(&mut self, number: u64, kept: &mut Kept) -> Result<(), ProtectError> {
         let (vm, notes) = (self.relay.vm, std::mem::take(&mut self.notes));
         kept.newest.get_or_insert_with(|| self.relay.keeper.peer().into());
-        let released = vm.release(number);
+        let released = vm.counts(number);
         if number > 0 {
             let period = self.stopped.zip(self.before).map(|(now, before)| now.saturating_duration_since(before));
             let (pause, bytes, output) = (self.pause, self.bytes, vm.counters());
@@ -315,8 +372,7 @@ impl<'r> Turns<'r> {
         if std::mem::replace(&mut self.left, true) {
             return;
         }
-        let is_between = matches!(self.due, Due::Kept(_) | Due::Reply)
-            && [0, REQUEST].contains(&self.shared.passed.load(Ordering::Acquire));
+        let is_between = matches!(self.due, Due::Kept(_) | Due::Reply);
         if is_between && let Err(error) = self.tell(Note::Farewell(farewell)) {
             tracing::info!("{error}");
         }
@@ -336,9 +392,7 @@ impl<'r> Turns<'r> {
     }
 
     fn tell(&self, note: Note) -> Result<(), ProtectError> {
-        let mut bytes = Vec::with_capacity(COLO_MESSAGE_LIMIT);
-        note.encode(&mut bytes);
-        self.relay.keeper.write_all(&bytes).map_err(|error| self.relay.lost(error))
+        self.relay.tell(self.shared, note)
     }
 
     /// Writes `before` and a message to QEMU.

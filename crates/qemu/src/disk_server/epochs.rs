@@ -92,30 +92,36 @@ impl EpochDisks {
         self.disks.iter().try_for_each(|disk| disk.server.flush(&disk.export))
     }
 
-    /// Begins epochs: what the VM has written until now is the images', and epoch 1 is open. The VM stands still.
-    /// Returns the disks for the manifest of their checkpoints.
+    /// Returns the disks for the manifest of the next checkpoints, whose epochs have not begun.
+    #[must_use]
+    pub fn plan(&self) -> Vec<ProtectedDisk> {
+        let plan = |disk: &Served| ProtectedDisk {
+            device: disk.device.clone(),
+            path: disk.image.files.first().cloned().unwrap_or_default(),
+            format: disk.image.format.clone(),
+            export: disk.export.clone(),
+            control: disk.server.control().to_owned(),
+            keeper: self.keeper.clone(),
+            log: Uuid::new_v4(),
+        };
+        self.disks.iter().map(plan).collect()
+    }
+
+    /// Begins epochs as they were [planned](Self::plan): what the VM has written until now is the images', and epoch 1
+    /// is open. The VM stands still.
     ///
     /// # Errors
     /// The servers'. Disks whose epochs have begun have to be [ended](Self::end).
-    pub fn begin(&self) -> Result<Vec<ProtectedDisk>, JobError> {
-        let begin = |disk: &Served| {
-            let answer = self.order(disk, "export-protect", json!({ "first": FIRST }))?;
-            let log = answer.get("protection").and_then(|protection| protection.get("log")).and_then(Value::as_str);
-            let log = log.and_then(|log| log.parse().ok()).ok_or_else(|| {
-                let control = disk.server.control().display();
-                JobError::refused(format!("the server of disks at {control} does not name its log"))
-            })?;
-            Ok(ProtectedDisk {
-                device: disk.device.clone(),
-                path: disk.image.files.first().cloned().unwrap_or_default(),
-                format: disk.image.format.clone(),
-                export: disk.export.clone(),
-                control: disk.server.control().to_owned(),
-                keeper: self.keeper.clone(),
-                log,
-            })
+    pub fn begin(&self, planned: &[ProtectedDisk]) -> Result<(), JobError> {
+        let begin = |(disk, planned): (&Served, &ProtectedDisk)| {
+            let answer = self.order(disk, "export-protect", json!({ "first": FIRST, "log": planned.log }))?;
+            if log_of(&answer, "protection") == Some(planned.log) {
+                return Ok(());
+            }
+            let control = disk.server.control().display();
+            Err(JobError::refused(format!("the server of disks at {control} does not name its log as it was told to")))
         };
-        self.disks.iter().map(begin).collect()
+        self.disks.iter().zip(planned).try_for_each(begin)
     }
 
     /// Seals an epoch. The VM stands still, before and after it.
@@ -187,16 +193,32 @@ pub fn drop_after(disks: &[ProtectedDisk], epoch: u64, controls: &[PathBuf]) -> 
 }
 
 fn drop_one(disk: &ProtectedDisk, epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
-    let ProtectedDisk { export, keeper, log, .. } = disk;
     for control in controls {
-        let Ok(server) = DiskServer::connect(control) else { continue };
-        let Ok(found) = server.ask("query-export", json!({ "name": export })) else { continue };
-        if log_of(&found, "protection") == Some(*log) {
-            let arguments = json!({ "name": export, "keeper": keeper, "epoch": epoch, "serve-again": true });
+        let Ok((server, found)) = asked(disk, control) else { continue };
+        if Verdict::on(disk, epoch, &found) == Verdict::Protected {
+            let arguments = json!({ "name": disk.export, "keeper": disk.keeper, "epoch": epoch, "serve-again": true });
             return server.ask_within("export-drop", arguments, MERGED_WITHIN).map(drop);
         }
     }
     check_one(disk, epoch, controls)
+}
+
+/// Fails if a server says that a disk can never be [brought](drop_after) to this checkpoint: it has what the VM wrote
+/// since. Servers that do not answer say nothing. `controls`: the servers' control sockets.
+///
+/// # Errors
+/// There is such a disk.
+pub fn refuse_changed(disks: &[ProtectedDisk], epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
+    disks.iter().try_for_each(|disk| {
+        let answers = controls.iter().filter_map(|control| asked(disk, control).ok());
+        let verdicts: Vec<_> = answers.map(|(_, found)| Verdict::on(disk, epoch, &found)).collect();
+        let is_later = |verdict: &Verdict| matches!(verdict, Verdict::Later(_));
+        if verdicts.iter().all(is_later) && !verdicts.is_empty() {
+            Err(changed(disk, epoch, &verdicts))
+        } else {
+            Ok(())
+        }
+    })
 }
 
 /// Checks that the disks of a checkpoint are as of it on their servers, and that nobody has written to them since.
@@ -209,39 +231,64 @@ pub(crate) fn check(disks: &[ProtectedDisk], epoch: u64, controls: &[PathBuf]) -
 }
 
 fn check_one(disk: &ProtectedDisk, epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
-    let ProtectedDisk { device, path, export, log, .. } = disk;
-    let mut reasons = Vec::new();
+    let mut verdicts = Vec::new();
     for control in controls {
-        let found =
-            DiskServer::connect(control).and_then(|server| server.ask("query-export", json!({ "name": export })));
-        let found = match found {
-            Ok(found) => found,
-            Err(error) => {
-                reasons.push(error.to_string());
-                continue;
-            }
-        };
-        let recovered = found.get("recovered").filter(|_| log_of(&found, "recovered") == Some(*log));
-        let is = |key: &str| recovered.and_then(|recovered| recovered.get(key));
-        reasons.push(match (is("epoch").and_then(Value::as_u64), is("written").and_then(Value::as_bool)) {
-            (Some(found), Some(false)) if found == epoch => return Ok(()),
-            (Some(found), Some(false)) => format!("it is as of checkpoint {found}"),
-            (Some(_), _) => "it was written since".to_owned(),
-            (None, _) if log_of(&found, "protection") == Some(*log) => "it has what the VM wrote since".to_owned(),
-            (None, _) => "its protection has ended, and it has what the VM wrote since".to_owned(),
-        });
+        match asked(disk, control) {
+            Ok((_, found)) => verdicts.push(Verdict::on(disk, epoch, &found)),
+            Err(error) => verdicts.push(Verdict::Later(error.to_string())),
+        }
+    }
+    if verdicts.contains(&Verdict::AsOf) {
+        return Ok(());
     }
     if controls.is_empty() {
-        reasons.push("its server was not named".to_owned());
+        verdicts.push(Verdict::Later("its server was not named".to_owned()));
     }
-    Err(JobError::conflict(
-        format!(
-            "the disk {device} ({}) is not as of checkpoint {epoch}, to which the memory belongs: {}",
-            path.display(),
-            reasons.join("; ")
-        ),
+    Err(changed(disk, epoch, &verdicts))
+}
+
+/// Asks a server for the export of a disk.
+fn asked(disk: &ProtectedDisk, control: &Path) -> Result<(DiskServer, Value), JobError> {
+    let server = DiskServer::connect(control)?;
+    let found = server.ask("query-export", json!({ "name": disk.export }))?;
+    Ok((server, found))
+}
+
+/// The state of a disk on a server, compared with a checkpoint.
+#[derive(Debug, PartialEq, Eq)]
+enum Verdict {
+    /// It is as of the checkpoint, and was not written since.
+    AsOf,
+    /// It is protected still: its epochs can be dropped.
+    Protected,
+    /// It is not, and why.
+    Later(String),
+}
+
+impl Verdict {
+    fn on(disk: &ProtectedDisk, epoch: u64, found: &Value) -> Self {
+        let recovered = found.get("recovered").filter(|_| log_of(found, "recovered") == Some(disk.log));
+        let is = |key: &str| recovered.and_then(|recovered| recovered.get(key));
+        match (is("epoch").and_then(Value::as_u64), is("written").and_then(Value::as_bool)) {
+            (Some(found), Some(false)) if found == epoch => Self::AsOf,
+            (Some(found), Some(false)) => Self::Later(format!("it is as of checkpoint {found}")),
+            (Some(_), _) => Self::Later("it was written since".to_owned()),
+            (None, _) if log_of(found, "protection") == Some(disk.log) => Self::Protected,
+            (None, _) => Self::Later("its protection has ended, and it has what the VM wrote since".to_owned()),
+        }
+    }
+}
+
+fn changed(disk: &ProtectedDisk, epoch: u64, verdicts: &[Verdict]) -> JobError {
+    let reasons = verdicts.iter().map(|verdict| match verdict {
+        Verdict::Later(why) => why,
+        Verdict::AsOf | Verdict::Protected => "it has what the VM wrote since",
+    });
+    let (device, path, reasons) = (&disk.device, disk.path.display(), reasons.collect::<Vec<_>>().join("; "));
+    JobError::conflict(
+        format!("the disk {device} ({path}) is not as of checkpoint {epoch}, to which the memory belongs: {reasons}"),
         Conflict::Disk(DiskConflict::Changed),
-    ))
+    )
 }
 
 fn log_of(export: &Value, part: &str) -> Option<Uuid> {
