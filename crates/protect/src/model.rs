@@ -3,7 +3,8 @@
 //! The gate's frames and the disk's epochs are the real ones; the VM, the directory and the keeper's order are made of
 //! numbers. A VM writes to its disk, remembers that, and sends a frame that says it. It, the keeper and the disk's
 //! server run in random steps, orders to the gate arrive late, the guard lets the VM go, and everything is killed at
-//! some moment, or loses its power. `LIMOSA_PROTECT_SCHEDULES=100000` tries that many; `LIMOSA_PROTECT_SEED=N` begins
+//! some moment, or loses its power. In half of the schedules the directory is on another host: what the two ends say to
+//! each other arrives late, or not at all, and the VM continues or stands still when the line is cut. `LIMOSA_PROTECT_SCHEDULES=100000` tries that many; `LIMOSA_PROTECT_SEED=N` begins
 //! with that one.
 
 use std::collections::VecDeque;
@@ -61,6 +62,8 @@ enum Place {
     Loaded,
     Prepare,
     Commit,
+    /// The word of a keeper on another host is waited for.
+    Kept,
     Release,
     Keep,
     /// The series has ended by itself.
@@ -75,7 +78,25 @@ enum Order {
     Abort,
 }
 
+/// The line to a keeper on another host, and what is on its way.
+#[derive(Debug, Default)]
+struct Line {
+    is_cut: bool,
+    /// The newest checkpoint that the keeper has whole, and may not count yet.
+    received: Memory,
+    /// Checkpoints for which the disk is prepared.
+    prepared: VecDeque<u64>,
+    /// Checkpoints that count.
+    kept: VecDeque<u64>,
+    /// The VM stands still when the line is cut.
+    pauses: bool,
+    /// It does.
+    is_lost: bool,
+}
+
 struct World {
+    /// `None`: the directory is on the VM's host.
+    line: Option<Line>,
     chance: SeededRandom,
     now: Instant,
     power: PowerCut,
@@ -127,7 +148,9 @@ impl World {
         let mut hold = Hold::new(1 << 20);
         hold.seal(0).unwrap();
         hold.commit(0, Instant::now(), |_| ()).unwrap();
+        let line = chance.one_in(2).then(|| Line { pauses: chance.one_in(2), ..Line::default() });
         Self {
+            line,
             durable: chance.one_in(2),
             chance,
             now: Instant::now(),
@@ -178,7 +201,7 @@ impl World {
             }
             Some(Order::Abort) => {
                 self.hold.abort();
-                self.is_unprotected |= self.vm != Vm::Dead;
+                self.is_unprotected |= self.vm == Vm::Runs;
             }
             None => {}
         }
@@ -195,6 +218,12 @@ impl World {
             Place::Receive if self.vm == Vm::Dead => return self.end_series(),
             Place::Receive => {
                 self.received = self.memory;
+                if let Some(line) = &mut self.line {
+                    if line.is_cut {
+                        return self.lose_line();
+                    }
+                    line.received = self.memory;
+                }
                 Place::SealDisk
             }
             Place::SealDisk => match &self.disk {
@@ -221,10 +250,25 @@ impl World {
                 Some(disk) if block_on(disk.prepare(self.turn, self.durable)).is_ok() => Place::Commit,
                 _ => return self.end_series(),
             },
-            Place::Commit => {
-                self.directory = (self.turn, self.received);
-                Place::Release
-            }
+            Place::Commit => match &mut self.line {
+                Some(line) if line.is_cut => return self.lose_line(),
+                Some(line) => {
+                    line.prepared.push_back(self.turn);
+                    Place::Kept
+                }
+                None => {
+                    self.directory = (self.turn, self.received);
+                    Place::Release
+                }
+            },
+            Place::Kept => match self.line.as_mut().and_then(|line| line.kept.pop_front()) {
+                Some(kept) => {
+                    assert_eq!(kept, self.turn);
+                    Place::Release
+                }
+                None if self.line.as_ref().is_none_or(|line| line.is_cut) => return self.lose_line(),
+                None => Place::Kept,
+            },
             Place::Release => {
                 self.orders.push_back(Order::Commit(self.turn));
                 Place::Keep
@@ -245,6 +289,43 @@ impl World {
             over @ (Place::Ended | Place::Dead) => over,
         };
         self.place = next;
+    }
+
+    /// The keeper on another host hears that a disk is prepared.
+    fn hear(&mut self) {
+        if let Some(line) = &mut self.line
+            && let Some(epoch) = line.prepared.pop_front()
+        {
+            self.directory = (epoch, line.received);
+            if !line.is_cut {
+                line.kept.push_back(epoch);
+            }
+        }
+    }
+
+    /// The line is cut; what is on its way may be lost.
+    fn cut(&mut self) {
+        if let Some(line) = &mut self.line {
+            line.is_cut = true;
+            for words in [&mut line.prepared, &mut line.kept] {
+                if self.chance.one_in(2) {
+                    words.clear();
+                }
+            }
+        }
+    }
+
+    /// The VM's side has noticed that its line is cut.
+    fn lose_line(&mut self) {
+        match &mut self.line {
+            Some(line) if line.pauses => line.is_lost = true,
+            _ => return self.end_series(),
+        }
+        self.place = Place::Ended;
+        if self.vm == Vm::Runs {
+            self.vm = Vm::Stopped;
+        }
+        self.orders.push_back(Order::Abort);
     }
 
     /// The keeper gives up, or its VM is gone.
@@ -272,10 +353,14 @@ impl World {
             0..=7 if self.vm == Vm::Runs && !self.is_unprotected => self.work(),
             8..=15 => self.keep(),
             16..=17 => self.deliver(),
-            18 if self.vm == Vm::Stopped && self.chance.one_in(4) => {
+            19 if self.chance.one_in(50) => self.cut(),
+            19 => self.hear(),
+            18 if self.vm == Vm::Stopped && self.place != Place::Ended && self.chance.one_in(4) => {
                 // The guard says so before it does it.
                 self.let_go = true;
                 self.vm = Vm::Runs;
+                // The watchdog of a keeper that was killed while the VM stood still without its line.
+                self.is_unprotected |= self.line.as_ref().is_some_and(|line| line.is_lost);
             }
             _ => {}
         }
@@ -333,6 +418,9 @@ impl World {
         self.place = Place::Dead;
         while !self.orders.is_empty() && self.chance.one_in(2) {
             self.deliver();
+        }
+        if self.chance.one_in(2) {
+            self.hear();
         }
         if self.is_unprotected {
             return;
