@@ -26,6 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("colo", limosa_fuzz::colo::seeds()?),
         ("epoch_log", vec![vec![200, 3, 4, 0, 0, 0, 0, 0, 0, 0], vec![5, 8, 1, 0, 0, 0, 0, 0, 0, 0]]),
         ("gate_frames", gate_frames()),
+        ("keep", limosa_fuzz::colo::keeper_seeds()?),
         ("command", command()?),
         ("mapped_ram", mapped_ram()?),
         ("device_tail", device_tail()?),

@@ -5,10 +5,12 @@ use std::io::IoSlice;
 
 use limosa_migrate::stored::{PageError, PageSink, StreamSetup};
 use limosa_page::{PageNumber, PageRange};
+use limosa_snapshot::Manifest;
 use limosa_stream::colo::ColoMessage;
 use limosa_stream::{
     Command, Configuration, RamBlock, RecordEncoder, RecordKind, SectionHeader, SectionKind, ram, section,
 };
+use uuid::Uuid;
 
 /// The answer to the base: SHUT of the return path, and READY.
 pub const ANSWER_LENGTH: usize = 12;
@@ -94,6 +96,35 @@ fn begun() -> Result<(Vec<u8>, RecordEncoder), Box<dyn Error>> {
 /// None: what is encoded is well-formed.
 pub fn base() -> Result<Vec<u8>, Box<dyn Error>> {
     Ok(begun()?.0)
+}
+
+/// The greeting of a limosa, whose VM has a disk that belongs to the checkpoints, or none.
+#[must_use]
+pub fn hello(has_disk: bool) -> Vec<u8> {
+    let disk = r#"{"device":"d","path":"/d","format":"raw","export":"d","control":"/c","keeper":"k","log":"00000000-0000-0000-0000-000000000001"}"#;
+    let disks = if has_disk { disk } else { "" };
+    let mut manifest = serde_json::to_value(Manifest::new()).unwrap_or_default();
+    manifest["protected_disks"] = serde_json::from_str(&format!("[{disks}]")).unwrap_or_default();
+    let hello = serde_json::json!({ "protection": Uuid::nil(), "manifest": manifest }).to_string();
+    let length = u32::try_from(hello.len()).unwrap_or_default();
+    [b"LIMOSA-P", &2_u32.to_be_bytes()[..], &length.to_be_bytes(), hello.as_bytes()].concat()
+}
+
+/// Returns seeds of what comes to a keeper: a greeting, a bare stream, checkpoints of a limosa with notes.
+///
+/// # Errors
+/// None: what is encoded is well-formed.
+pub fn keeper_seeds() -> Result<Vec<Vec<u8>>, Box<dyn Error>> {
+    let mut seeds = vec![[&[0][..], &hello(true)].concat(), [&[0][..], &base()?].concat()];
+    for (kind, checkpoints) in [1, 2, 3].into_iter().zip(self::seeds()?) {
+        let mut bytes = vec![kind];
+        for value in [(1, 1), (10, 1), (10, 2), (2, 0)] {
+            ColoMessage::Note { kind: value.0, value: value.1 }.encode(&mut bytes);
+        }
+        bytes.extend_from_slice(&checkpoints);
+        seeds.push(bytes);
+    }
+    Ok(seeds)
 }
 
 /// Returns seeds: no checkpoint, some, and one with a device that has grown.
