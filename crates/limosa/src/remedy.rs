@@ -287,6 +287,7 @@ pub(crate) fn after_outcome(outcome: Outcome) -> &'static str {
         Outcome::Undecided => ": run 'limosa resume' if it does not, or end this QEMU if it does",
         Outcome::NeedsRecovery => ": run 'limosa restore --recover SNAPSHOT --qmp SOCK'",
         Outcome::GaveUp => "; run 'limosa resume' later",
+        Outcome::DiskLost => ": fail it over, or run 'limosa resume' to continue it without that disk",
         _ => "",
     }
 }

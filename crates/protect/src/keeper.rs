@@ -10,7 +10,7 @@ use limosa_migrate::control::Stop;
 use limosa_migrate::output::{OutputGate, OutputGates, OutputSignal};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{MigrationStatus, Monitor};
-use limosa_qemu::takeover::{Actor, take_over};
+use limosa_qemu::takeover::{Actor, Outcome, take_over};
 use limosa_qemu::{
     EpochDisks, Heartbeat, JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, Watchdog,
     WatchdogEnd,
@@ -143,19 +143,25 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let protection = Protection { monitor, options, handle, notice, gates, began, kept, disks };
     let mut unprotected = Unprotected::Runs;
     let done = options.method.apply(monitor, &change).and_then(|()| Ok(disks.flush()?));
-    let done = done.and_then(|()| protection.run((to, place), &vm, watchdog.as_mut(), &mut unprotected));
+    let mut done = done.and_then(|()| protection.run((to, place), &vm, watchdog.as_mut(), &mut unprotected));
     // A stop continues it, and a QEMU that has ended leaves nothing to be done.
     let is_released = matches!(&done, Ok(Ended { seen: Seen { asked: true, .. } | Seen { gone: true, .. }, .. }));
     let left_standing = unprotected == Unprotected::StandsStill && !is_released;
-    let (vm_state, tidied) = if left_standing {
+    let Left { vm_state, tidied, stands_still } = if left_standing {
         // It is its user's to continue: the record stays for that.
-        (monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string()), true)
+        let vm_state = monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string());
+        Left { vm_state, tidied: true, stands_still: true }
     } else {
         if let Ok(Ended { kept: Kept { end: Err(ProtectError::TakenOver { .. }), .. }, .. }) = &done {
             stop_for_good(monitor, &mut record, notice);
         }
         end(monitor, &record, options, notice)
     };
+    if let Ok(ended) = &mut done
+        && !disks.is_empty()
+    {
+        ended.release(outputs);
+    }
     // QEMU cannot say it any more, and what the VM has written is all that there is: its disks have it.
     if let Ok(Ended { seen: Seen { shutdown: true, .. }, .. }) = &done
         && let Err(error) = disks.end()
@@ -192,7 +198,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
             zero_pages: tally.zero_pages,
             bytes: tally.bytes,
             output: tally.output,
-            stands_still: left_standing,
+            stands_still,
             vm_state,
             elapsed: begun.elapsed(),
         }),
@@ -336,12 +342,11 @@ impl Protection<'_> {
                 beside(guard, || relay.run())?
             }
         };
-        let aborted = vm.abort(kept.tally.checkpoints + 1);
-        kept.tally.output = vm.counters();
-        if kept.end.is_ok() {
-            kept.end = aborted;
-        } else if let Err(error) = aborted {
-            tracing::info!("{error}");
+        // With disks output is held until they have all of the VM's writes, or the VM has been stopped.
+        if disks.is_empty() {
+            let aborted = vm.abort(kept.tally.checkpoints + 1);
+            kept.tally.output = vm.counters();
+            note_abort(&mut kept.end, aborted);
         }
         if options.method == CheckpointMethod::Colo {
             Guard::note_rest(monitor, &mut seen);
@@ -360,7 +365,23 @@ impl Protection<'_> {
     }
 }
 
+/// Takes the failure to end the series of the gates as the end, if there was no other.
+fn note_abort(end: &mut Result<(), ProtectError>, aborted: Result<(), ProtectError>) {
+    match aborted {
+        Ok(()) => {}
+        Err(error) if end.is_ok() => *end = Err(error),
+        Err(error) => tracing::info!("{error}"),
+    }
+}
+
 impl Ended {
+    /// Ends the series of the gates of a VM with disks.
+    fn release(&mut self, outputs: OutputGates<'_>) {
+        let aborted = outputs.abort(self.kept.tally.checkpoints + 1).map_err(ProtectError::Gate);
+        self.kept.tally.output = outputs.counters();
+        note_abort(&mut self.kept.end, aborted);
+    }
+
     /// Takes the failure out by which a keeper elsewhere was lost, if the VM is there and its protection is wanted.
     fn loss(&mut self, options: &ProtectOptions) -> Option<ProtectError> {
         let Seen { asked, stalled, shutdown, gone, .. } = self.seen;
@@ -417,25 +438,32 @@ pub(crate) fn accept(monitor: &Monitor, handle: &Handle, listener: &Listener) ->
     }
 }
 
-/// Ends COLO if it has not ended, restores QEMU's settings and removes the record. Returns the VM's state, and whether
-/// nothing is left to be done.
-fn end(
-    monitor: &Monitor,
-    record: &JobRecord,
-    options: &ProtectOptions,
-    notice: &(dyn Fn(&str) + Sync),
-) -> (String, bool) {
+/// The VM after a protection.
+struct Left {
+    vm_state: String,
+    /// Nothing is left to be done.
+    tidied: bool,
+    /// It was left standing still; the record is in QEMU.
+    stands_still: bool,
+}
+
+/// Ends COLO if it has not ended, restores QEMU's settings and removes the record. A VM that has lost a disk is left
+/// standing still.
+fn end(monitor: &Monitor, record: &JobRecord, options: &ProtectOptions, notice: &(dyn Fn(&str) + Sync)) -> Left {
     match take_over(monitor, record, Actor::Watchdog, (options.disks.servers(), UNDO_WITHIN)) {
         Ok(done) => {
             done.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
             done.notices.iter().for_each(|line| notice(line));
-            (done.run.to_string(), done.outcome.ends_job())
+            let stands_still = done.outcome == Outcome::DiskLost;
+            Left { vm_state: done.run.to_string(), tidied: stands_still || done.outcome.ends_job(), stands_still }
         }
         // All changes went with QEMU.
-        Err(JobRecordError::Qmp(gone)) if gone.is_gone() => ("ended".into(), true),
+        Err(JobRecordError::Qmp(gone)) if gone.is_gone() => {
+            Left { vm_state: "ended".into(), tidied: true, stands_still: false }
+        }
         Err(error) => {
             tracing::info!("{error}");
-            ("unknown".into(), false)
+            Left { vm_state: "unknown".into(), tidied: false, stands_still: false }
         }
     }
 }

@@ -182,6 +182,14 @@ pub(crate) fn end_epochs(record: &ServedEpochs, within: Duration) -> Result<(), 
     server.ask_within("export-unprotect", arguments, within).map(drop)
 }
 
+/// Checks that a disk's server answers and still has it.
+///
+/// # Errors
+/// It does not: the disk can only become as of its newest checkpoint.
+pub(crate) fn check_served(record: &ServedEpochs) -> Result<(), JobError> {
+    keeper_of(&DiskServer::connect(Path::new(&record.control))?, &record.export).map(drop)
+}
+
 /// Has the disks of a checkpoint as of it, on their servers: what the VM wrote later is dropped, or was when a server
 /// that had been killed was started again. The VM is off. `controls`: the servers' control sockets.
 ///

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::overlays;
 use super::plan::{Actor, Outcome, Progress, QemuState, SAVE_SETUP_PATIENCE, Step, next_step};
+use super::{overlays, served};
 use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::{MigrationStatus, Monitor, RunState};
 use crate::qmp::QmpError;
@@ -14,6 +14,9 @@ use crate::watchdog::{HOLD, HeldConnections};
 const HOLD_IN_SETUP: Duration = Duration::from_secs(2);
 /// How long they are held behind a cancel, while QEMU's threads end.
 const HOLD_CANCELLED: Duration = Duration::from_millis(100);
+
+/// How long a checkpoint that was answered may take to let a VM continue.
+const CONTINUES_WITHIN: Duration = Duration::from_millis(200);
 
 /// How often to check while waiting; an event ends the wait at once.
 const LOOK: Duration = Duration::from_millis(100);
@@ -73,6 +76,15 @@ pub(crate) fn take_over_holding(
     let begun = Instant::now();
     let mut progress = Progress::default();
     held.release_in(HOLD);
+    // Before the base there were no epochs, and in COLO nobody holds a descriptor that QEMU needs.
+    let has_epochs = matches!(monitor.migration()?.status, MigrationStatus::Colo | MigrationStatus::Completed);
+    if actor == Actor::Watchdog
+        && has_epochs
+        && let Some(why) = served::lost_disk(record, disk_servers)
+    {
+        held.release();
+        return leave_standing(monitor, why);
+    }
     let (mut remarks, mut notices) = (Vec::new(), Vec::new());
     let (outcome, run) = loop {
         progress.waited = begun.elapsed();
@@ -174,6 +186,18 @@ pub(crate) fn take_over_holding(
         JobRecord::remove(monitor)?;
     }
     Ok(Takeover { outcome, run, remarks, notices })
+}
+
+/// Stops a VM that has lost a disk. Its record stays, for a person who wants it to run all the same.
+fn leave_standing(monitor: &Monitor, why: String) -> Result<Takeover, JobRecordError> {
+    let begun = Instant::now();
+    while begun.elapsed() < CONTINUES_WITHIN {
+        monitor.stop()?;
+        std::thread::sleep(LOOK_SOON);
+    }
+    let run = monitor.status()?.state;
+    let notices = vec![format!("{why}: the VM was stopped, as its disk can only go back to the newest checkpoint")];
+    Ok(Takeover { outcome: Outcome::DiskLost, run, remarks: Vec::new(), notices })
 }
 
 /// Cancels in the way that suits the migration; returns false if it is so near its end that it was left alone.

@@ -113,13 +113,16 @@ pub enum Outcome {
     Unknown,
     /// It took too long.
     GaveUp,
+    /// A disk that belongs to the VM's checkpoints is lost with its server. The VM is stopped.
+    DiskLost,
 }
 
 impl Outcome {
     /// Whether the job is over, so that its record can go.
     #[must_use]
     pub fn ends_job(self) -> bool {
-        !matches!(self, Self::Undecided | Self::NeedsRecovery | Self::Unknown | Self::GaveUp | Self::ContinueRefused)
+        use Outcome::{ContinueRefused, DiskLost, GaveUp, NeedsRecovery, Undecided, Unknown};
+        !matches!(self, Undecided | NeedsRecovery | Unknown | GaveUp | ContinueRefused | DiskLost)
     }
 }
 
@@ -137,6 +140,7 @@ impl fmt::Display for Outcome {
             Self::LoadFailed => "no VM was loaded, and QEMU accepts no second attempt: start a new one",
             Self::Unknown => "QEMU is in a state that this limosa does not know; nothing was changed",
             Self::GaveUp => "QEMU did not come to an end of the migration in time",
+            Self::DiskLost => "a disk of the VM is lost, and the VM stands still",
         })
     }
 }

@@ -9,7 +9,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::disk_server::{DiskServer, end_epochs};
+use crate::disk_server::{DiskServer, check_served, end_epochs};
 use crate::file_identity::is_same_file;
 use crate::job::JobError;
 use crate::job_record::{JobRecord, ServedEpochs, ServedOverlay};
@@ -69,6 +69,20 @@ pub(super) fn end_all_epochs(
         }
     }
     ended
+}
+
+/// Returns why the epochs of a disk of the job cannot be ended: its server is gone, or does not answer.
+pub(super) fn lost_disk(record: &JobRecord, servers: &[PathBuf]) -> Option<String> {
+    // A server that was told to end has removed its socket.
+    let is_named = |disk: &&ServedEpochs| {
+        let control = Path::new(&disk.control);
+        named(servers, &disk.control).is_ok()
+            || servers.iter().any(|server| std::path::absolute(server).is_ok_and(|server| server == control))
+    };
+    record.served_epochs.iter().filter(is_named).find_map(|disk| {
+        let error = check_served(disk).err()?;
+        Some(format!("the disk {} is lost with its server ({error})", disk.device))
+    })
 }
 
 /// Fails unless the user named this server.
