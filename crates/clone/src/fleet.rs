@@ -176,6 +176,11 @@ impl<'a> Fleet<'a> {
             );
             return Err(CloneError::Disk { why });
         }
+        if let Some(disk) = snapshot.manifest().and_then(|manifest| manifest.overlaid_disks.first()) {
+            let why =
+                format!("the disk {} belongs to this checkpoint, and is brought to it for one VM alone", disk.device);
+            return Err(CloneError::Disk { why });
+        }
         let recorded = snapshot.manifest().map(|manifest| manifest.disks.as_slice()).unwrap_or_default();
         let overlays = plan(recorded.iter().map(overlay::read_frozen).collect::<Result<_, _>>()?);
         let folder = &std::path::absolute(folder).map_err(CloneError::path("find", folder))?;

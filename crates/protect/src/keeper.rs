@@ -21,7 +21,7 @@ use crate::background::Background;
 use crate::error::{ProtectError, unsaid};
 use crate::filters::FilteredOutput;
 use crate::guard::{Guard, Pulse, Seen};
-use crate::options::{CheckpointMethod, ProtectOptions};
+use crate::options::{CheckpointMethod, ProtectDisks, ProtectOptions};
 use crate::preflight::Preflight;
 use crate::primary::{LocalVm, Primary as _};
 use crate::remote::{Greeted, KeeperAddress, Recovery, Relay, Unprotected, cut};
@@ -75,6 +75,10 @@ impl CheckpointTarget<'_> {
             Self::Directory(_) => Ok(()),
             Self::Keeper(_) if options.method == CheckpointMethod::Background => {
                 Err(ProtectError::Refused("background snapshots are kept on this host alone".into()))
+            }
+            Self::Keeper(_) if options.disks == ProtectDisks::Overlays => {
+                let why = "overlays are files of this host, which a keeper on another host does not have";
+                Err(ProtectError::Refused(why.into()))
             }
             Self::Keeper(_) => Ok(()),
         }
@@ -130,7 +134,8 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     }
     let record = JobRecord::new(JobKind::Protect, vm.manifest.id, &to.name(), true, change.undo.clone());
     let filter_ids = filters.as_ref().map(FilteredOutput::ids).unwrap_or_default();
-    let mut record = record.with_epochs(vm.disks.records()).with_filters(filter_ids);
+    let record = record.with_epochs(vm.disks.records()).with_chains(vm.overlays.records());
+    let mut record = record.with_filters(filter_ids);
     if let Err(error) = record.create(monitor) {
         if let Some(watchdog) = watchdog {
             let _ = watchdog.finish();
@@ -142,8 +147,13 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let disks = &vm.disks;
     let protection = Protection { monitor, options, handle, notice, gates, began, kept, disks };
     let mut unprotected = Unprotected::Runs;
+    if !vm.overlays.is_empty() {
+        let devices: Vec<&str> = vm.overlays.devices().collect();
+        notice(&format!("each pause has an fsync of the disks that QEMU opens itself ({})", devices.join(", ")));
+    }
     let done = options.method.apply(monitor, &change).and_then(|()| Ok(disks.flush()?));
-    let mut done = done.and_then(|()| protection.run((to, place), &vm, watchdog.as_mut(), &mut unprotected));
+    let done = done.and_then(|()| Ok(vm.overlays.prepare(monitor)?));
+    let done = done.and_then(|()| protection.run((to, place), &vm, watchdog.as_mut(), &mut unprotected));
     // A stop continues it, and a QEMU that has ended leaves nothing to be done.
     let is_released = matches!(&done, Ok(Ended { seen: Seen { asked: true, .. } | Seen { gone: true, .. }, .. }));
     let left_standing = unprotected == Unprotected::StandsStill && !is_released;
@@ -163,10 +173,13 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
         ended.release(outputs);
     }
     // QEMU cannot say it any more, and what the VM has written is all that there is: its disks have it.
-    if let Ok(Ended { seen: Seen { shutdown: true, .. }, .. }) = &done
-        && let Err(error) = disks.end()
-    {
-        notice(&format!("what the VM has written stays in a log: {error}"));
+    if let Ok(Ended { seen: Seen { shutdown: true, .. }, .. }) = &done {
+        if let Err(error) = disks.end() {
+            notice(&format!("what the VM has written stays in a log: {error}"));
+        }
+        if let Err(error) = vm.overlays.end() {
+            notice(&error.to_string());
+        }
     }
     match watchdog {
         Some(watchdog) if tidied => match watchdog.finish() {
@@ -305,7 +318,8 @@ impl Protection<'_> {
         let (signal, pulse) = (OutputSignal::new(), Pulse::new());
         let outputs = OutputGates::new(gates, &signal);
         outputs.watch().map_err(ProtectError::Gate)?;
-        let vm = LocalVm { monitor, options, handle, notice, pulse: &pulse, outputs, disks };
+        let overlays = &found.overlays;
+        let vm = LocalVm { monitor, options, handle, notice, pulse: &pulse, outputs, disks, overlays };
         let (_directory, listener) = match &options.listen {
             None => {
                 let (directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;

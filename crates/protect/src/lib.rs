@@ -15,6 +15,7 @@
 //! | a QEMU on the keeper's host that has the VM's memory already | `standby` |
 //! | checkpoints without COLO | `background` |
 //! | filters in QEMU, for a VM without gates | `filters` |
+//! | overlays of disks that QEMU opens itself | `overlays` |
 //! | what is counted | [`ProtectReport`], [`KeptBase`], [`KeptCheckpoint`] |
 //!
 //! Facts found with QEMU 11.1 that it rests on: the VM stands still from the end of the base until its answer, and from
@@ -59,6 +60,7 @@ mod keeper;
 #[cfg(test)]
 mod model;
 mod options;
+mod overlays;
 mod preflight;
 mod primary;
 mod remote;

@@ -18,6 +18,9 @@ pub enum ProtectDisks {
     /// (`limosa serve --control`). A VM with another one is refused: a checkpoint would hold its memory of one instant
     /// and its disks of another.
     Served(Vec<PathBuf>),
+    /// They belong to the checkpoints: files of this host that QEMU opens itself, with an overlay beside each for the
+    /// writes of every checkpoint. Takes a period of at least 1 s.
+    Overlays,
     /// They are kept consistent by other means.
     Ignore,
 }
@@ -27,7 +30,7 @@ impl ProtectDisks {
     pub(crate) fn servers(&self) -> &[PathBuf] {
         match self {
             Self::Served(servers) => servers,
-            Self::Ignore => &[],
+            Self::Overlays | Self::Ignore => &[],
         }
     }
 }

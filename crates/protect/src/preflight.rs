@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use limosa_qemu::monitor::{Device, Monitor, NetworkBackend, RunState, Settings};
 use limosa_qemu::qmp::Version;
-use limosa_qemu::{EpochDisks, background_settings};
+use limosa_qemu::{EpochDisks, EpochOverlays, background_settings};
 use limosa_snapshot::{Manifest, Transport};
 
 use crate::error::ProtectError;
 use crate::options::{CheckpointMethod, CheckpointTiming, ProtectDisks, ProtectOptions};
+use crate::overlays;
 
 /// How long QEMU may take to finish with an earlier migration.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
@@ -35,6 +36,8 @@ pub(crate) struct Preflight {
     pub(crate) manifest: Manifest,
     /// The disks that belong to them.
     pub(crate) disks: EpochDisks,
+    /// The disks that belong to them by overlays.
+    pub(crate) overlays: EpochOverlays,
     /// Whether this QEMU needs a return path for COLO.
     pub(crate) return_path: bool,
 }
@@ -43,6 +46,7 @@ impl Preflight {
     /// Checks the VM, whose output is held by this number of gates; refuses one that cannot be protected, and says why.
     pub(crate) fn check(monitor: &Monitor, options: &ProtectOptions, gates: usize) -> Result<Self, ProtectError> {
         let refused = |why: String| Err(ProtectError::Refused(why));
+        overlays::check(options)?;
         let (version, kvm) = (monitor.version(), monitor.has_kvm()?);
         match options.method {
             CheckpointMethod::Colo => check_version(version, kvm)?,
@@ -80,8 +84,13 @@ impl Preflight {
                 return refused("disks cannot be sealed at the instant of a background snapshot".into());
             }
             ProtectDisks::Served(servers) => EpochDisks::find(monitor, servers, manifest.id)?,
-            ProtectDisks::Ignore => EpochDisks::default(),
+            ProtectDisks::Overlays | ProtectDisks::Ignore => EpochDisks::default(),
         };
+        let overlays = match &options.disks {
+            ProtectDisks::Overlays => EpochOverlays::find(monitor, manifest.id)?,
+            ProtectDisks::Served(_) | ProtectDisks::Ignore => EpochOverlays::default(),
+        };
+        manifest.overlaid_disks = overlays.in_manifest();
         if options.filters && gates > 0 {
             return refused("output is held by gates or by filters, and not by both".into());
         }
@@ -101,7 +110,7 @@ impl Preflight {
         manifest.vm_name = monitor.vm_name()?;
         manifest.run_state = Some(RunState::Running.to_string());
         manifest.transport = Some(Transport::Socket);
-        Ok(Self { manifest, disks, return_path: version >= FIRST_WITH_RETURN_PATH })
+        Ok(Self { manifest, disks, overlays, return_path: version >= FIRST_WITH_RETURN_PATH })
     }
 
     /// Returns the record of the checkpoints of the next base, whose disks begin new epochs.
@@ -248,7 +257,8 @@ mod tests {
 
     #[test]
     fn nothing_that_changes_the_streams_form_stays_on() {
-        let found = Preflight { manifest: Manifest::new(), disks: EpochDisks::default(), return_path: true };
+        let (disks, overlays) = (EpochDisks::default(), EpochOverlays::default());
+        let found = Preflight { manifest: Manifest::new(), disks, overlays, return_path: true };
         let every = CheckpointTiming::Period(Duration::from_micros(10));
         let options = ProtectOptions { every, ..ProtectOptions::default() };
         let settings = found.settings(&options, false);

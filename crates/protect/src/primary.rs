@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use limosa_migrate::output::{CheckpointCause, OutputCounters, OutputGates};
 use limosa_migrate::stored::StreamSetup;
 use limosa_migrate::{Handle, MigrateError};
-use limosa_qemu::EpochDisks;
 use limosa_qemu::monitor::{Monitor, RunState};
+use limosa_qemu::{EpochDisks, EpochOverlays};
 use limosa_snapshot::{CheckpointPair, Durability, ProtectedDisk};
 
 use crate::error::ProtectError;
@@ -79,6 +79,8 @@ pub(crate) struct LocalVm<'a> {
     pub(crate) outputs: OutputGates<'a>,
     /// The disks that belong to the checkpoints.
     pub(crate) disks: &'a EpochDisks,
+    /// Those that belong to them by overlays.
+    pub(crate) overlays: &'a EpochOverlays,
 }
 
 /// Tells a keeper elsewhere whether the VM runs.
@@ -95,16 +97,19 @@ impl Primary for LocalVm<'_> {
         if self.options.paces(self.outputs) {
             self.wait_time(before, None)?;
         }
+        self.wait_merged()?;
         self.wait_running(None)?;
         self.pulse.set_pausing(true);
         Ok(())
     }
 
     fn begin_disks(&self, planned: &[ProtectedDisk]) -> Result<(), ProtectError> {
+        self.overlays.begin(self.monitor)?;
         Ok(self.disks.begin(planned)?)
     }
 
     fn seal_disks(&self, epoch: u64) -> Result<(), ProtectError> {
+        self.overlays.seal(self.monitor, epoch)?;
         Ok(self.disks.seal(epoch)?)
     }
 
@@ -150,8 +155,13 @@ impl LocalVm<'_> {
     /// Lets the output of a checkpoint that counts out, and has its disks keep it.
     pub(crate) fn counts(&self, epoch: u64) -> Result<(), ProtectError> {
         let released = self.outputs.commit(epoch).map_err(ProtectError::Gate);
+        let merging = self.overlays.count(self.monitor, epoch).map_err(ProtectError::from);
         // The base is what the images have.
-        if epoch == 0 { released } else { released.and(self.disks.keep(epoch).map_err(ProtectError::from)) }
+        if epoch == 0 {
+            released.and(merging)
+        } else {
+            released.and(self.disks.keep(epoch).map_err(ProtectError::from)).and(merging)
+        }
     }
 
     /// Ends the series of the gates: output that belongs to `epoch` or a later one is dropped, and nothing is held back

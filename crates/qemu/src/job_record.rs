@@ -37,9 +37,12 @@ const VERSION_WITH_SERVED: u32 = 3;
 /// The version of a record of checkpoints: an older limosa would cancel the migration, which QEMU does not come back
 /// from in COLO.
 const VERSION_OF_PROTECT: u32 = 4;
-/// The version of a record of checkpoints with disks or filters, and the newest that this limosa reads: an older one
-/// would leave the VM's writes in their logs, or the VM without its network.
+/// The version of a record of checkpoints with disks or filters: an older limosa would leave the VM's writes in their
+/// logs, or the VM without its network.
 const VERSION_WITH_HELD: u32 = 5;
+/// The version of a record of checkpoints with overlays, and the newest that this limosa reads: an older one would leave
+/// the VM on them.
+const VERSION_WITH_CHAINS: u32 = 6;
 
 /// Separates a disk's name from the digits of the snapshot's id in an overlay's file name.
 pub(crate) const OVERLAY_SUFFIX: &str = ".overlay-";
@@ -132,6 +135,19 @@ pub struct ServedEpochs {
     pub keeper: String,
 }
 
+/// A disk that has an overlay for each epoch of a protection. Recorded before there is any.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OverlayChain {
+    /// The disk, for messages.
+    pub device: String,
+    /// The block node of the image.
+    pub base: String,
+    /// The image's file, beside which the overlays are.
+    pub image: String,
+    /// The names of the overlays' block nodes, without the number of the epoch.
+    pub nodes: String,
+}
+
 /// A job, as recorded inside the QEMU process that it works on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JobRecord {
@@ -168,6 +184,9 @@ pub struct JobRecord {
     /// Served disks whose epochs may have begun.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub served_epochs: Vec<ServedEpochs>,
+    /// Disks that may have overlays of epochs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub chains: Vec<OverlayChain>,
     /// Ids of filters that hold the VM's output, in the order in which they are removed; some may not exist.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub filters: Vec<String>,
@@ -235,6 +254,7 @@ impl JobRecord {
             overlays: Vec::new(),
             served_overlays: Vec::new(),
             served_epochs: Vec::new(),
+            chains: Vec::new(),
             filters: Vec::new(),
             failure: None,
             begun: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
@@ -258,7 +278,7 @@ impl JobRecord {
     #[must_use]
     pub fn with_filters(mut self, filters: Vec<String>) -> Self {
         if !filters.is_empty() {
-            self.version = VERSION_WITH_HELD;
+            self.version = self.version.max(VERSION_WITH_HELD);
         }
         self.filters = filters;
         self
@@ -268,16 +288,29 @@ impl JobRecord {
     #[must_use]
     pub fn with_epochs(mut self, disks: Vec<ServedEpochs>) -> Self {
         if !disks.is_empty() {
-            self.version = VERSION_WITH_HELD;
+            self.version = self.version.max(VERSION_WITH_HELD);
         }
         self.served_epochs = disks;
+        self
+    }
+
+    /// Adds disks that get overlays of epochs, to checkpoints.
+    #[must_use]
+    pub fn with_chains(mut self, disks: Vec<OverlayChain>) -> Self {
+        if !disks.is_empty() {
+            self.version = VERSION_WITH_CHAINS;
+        }
+        self.chains = disks;
         self
     }
 
     /// Whether there may be overlays or epochs.
     #[must_use]
     pub const fn has_changed_disks(&self) -> bool {
-        !self.overlays.is_empty() || !self.served_overlays.is_empty() || !self.served_epochs.is_empty()
+        !self.overlays.is_empty()
+            || !self.served_overlays.is_empty()
+            || !self.served_epochs.is_empty()
+            || !self.chains.is_empty()
     }
 
     /// Creates the record in QEMU; from here on, this job owns the VM.
@@ -372,9 +405,9 @@ impl JobRecord {
         let unreadable = |reason: String| JobRecordError::Unreadable { reason };
         let value: Value = serde_json::from_str(text).map_err(|error| unreadable(error.to_string()))?;
         let version = value.get("version").and_then(Value::as_u64).unwrap_or_default();
-        if version > u64::from(VERSION_WITH_HELD) {
+        if version > u64::from(VERSION_WITH_CHAINS) {
             return Err(unreadable(format!(
-                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_HELD})"
+                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_CHAINS})"
             )));
         }
         serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))
@@ -414,12 +447,16 @@ mod tests {
         let protect = protect.with_filters(vec![text("inner"), text("outer")]);
         assert_eq!(JobRecord::from_json(&protect.to_json()).unwrap(), protect);
         assert_eq!(protect.version, 5);
+        let chain = OverlayChain { device: text("d"), base: text("#b"), image: text("/f"), nodes: text("n-") };
+        let protect = protect.with_chains(vec![chain]).with_filters(vec![text("outer")]);
+        assert_eq!(JobRecord::from_json(&protect.to_json()).unwrap(), protect);
+        assert_eq!(protect.version, 6);
     }
 
     #[test]
     fn newer_and_broken_records_are_refused_with_a_reason() {
         let reason = |text: &str| JobRecord::from_json(text).unwrap_err().to_string();
-        assert!(reason(r#"{"version": 6}"#).contains("newer limosa"));
+        assert!(reason(r#"{"version": 7}"#).contains("newer limosa"));
         assert!(reason(r#"{"version": 1}"#).contains("missing field"));
         assert!(reason("").contains("cannot be read"));
     }

@@ -46,6 +46,7 @@ mod launch;
 mod load;
 mod mapping;
 pub mod monitor;
+mod overlays;
 mod process;
 mod program;
 pub mod qmp;
@@ -64,7 +65,9 @@ pub use disk_server::{EpochDisks, drop_after as drop_disks_after, refuse_changed
 pub use file_identity::{FileId, is_same_file};
 pub use guest_agent::{AgentAnswers, ClockSet, GuestAgentError, GuestClock, TooManyBytes};
 pub use job::{JobContext, JobError, NotConverging};
-pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, ServedEpochs, ServedOverlay, VmAfterJob};
+pub use job_record::{
+    JobKind, JobPhase, JobRecord, JobRecordError, Overlay, OverlayChain, ServedEpochs, ServedOverlay, VmAfterJob,
+};
 pub use launch::{
     CommandLineProperties, Launched, check as check_command_line, check_program, launch, missing_memory_option,
 };
@@ -73,6 +76,7 @@ pub use mapping::{
     BlockPages, BlockPlace, MappedCommandLine, MappedRecording, MappedVm, MappedVmError, Mapper, Mappers,
     MemoryConflict, NotMapping, check_snapshot_not_shared, name_memory_backend, prove_mapping, rewrite_for_mapping,
 };
+pub use overlays::{EpochOverlays, bring_overlays};
 pub use process::{Liveness, ProcessIdentity};
 pub use restore::{
     LazyReport, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RestoreRequest,

@@ -71,6 +71,19 @@ pub struct ProtectedDisk {
     pub log: Uuid,
 }
 
+/// A disk of a protected VM whose writes are in an overlay for each checkpoint, beside its image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OverlaidDisk {
+    /// The device, for messages.
+    pub device: String,
+    /// The image. With the overlays up to that of the checkpoint's number over it, it is the disk.
+    pub path: PathBuf,
+    /// The image format, by QEMU's driver name ("qcow2", "raw").
+    pub format: String,
+    /// Identifies the overlays.
+    pub overlays: Uuid,
+}
+
 /// An image below a disk, as it was when the VM stopped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]

@@ -92,7 +92,7 @@ pub use comparison::{
     Comparison, Confidence, Finding, LoadTarget, LoadTargetBlock, MemoryComparison, Presence, Sections, Severity,
     StoredSections, compare, compare_memory, compare_snapshots, find_damage, load_target_of,
 };
-pub use disks::{BackingFile, Disk, DiskChange, DiskDifference, ProtectedDisk, check_disks};
+pub use disks::{BackingFile, Disk, DiskChange, DiskDifference, OverlaidDisk, ProtectedDisk, check_disks};
 pub use error::{InvalidWorkingSet, SnapshotError};
 pub use foreign::{
     ByteOrder, Decompressor, Foreign, ForeignError, Imported, InvalidSaveImage, SAVE_IMAGE_HEADER_LENGTH,

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use uuid::Uuid;
 
-use crate::disks::{Disk, ProtectedDisk};
+use crate::disks::{Disk, OverlaidDisk, ProtectedDisk};
 
 /// The record in a snapshot's trailer, as JSON.
 ///
@@ -77,6 +77,9 @@ pub struct Manifest {
     /// The disks that belong to a checkpoint: each is as of the epoch with its number.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub protected_disks: Vec<ProtectedDisk>,
+    /// The disks that belong to a checkpoint and have overlays of their own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub overlaid_disks: Vec<OverlaidDisk>,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub unknown_keys: Map<String, Value>,
@@ -104,6 +107,7 @@ impl Manifest {
             guest_memory: Vec::new(),
             disks: Vec::new(),
             protected_disks: Vec::new(),
+            overlaid_disks: Vec::new(),
             unknown_keys: Map::new(),
         }
     }

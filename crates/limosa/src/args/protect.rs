@@ -55,6 +55,9 @@ pub(crate) enum DurableArg {
 pub(crate) enum ProtectDisksArg {
     /// Refuse the VM
     Refuse,
+    /// They belong to the checkpoints: raw and qcow2 files of this host that QEMU opens itself. An overlay beside each has
+    /// the writes of a checkpoint, and is merged when it counts. Each pause has an fsync; --every is at least 1s
+    Overlays,
     /// Do not check; disks are kept consistent by other means
     Ignore,
 }
@@ -121,13 +124,14 @@ pub(crate) struct KeepArgs {
     pub(crate) via: MethodArg,
 
     /// Time between checkpoints, at least 1 ms; event, or event:TIME: as soon as a gate holds output, and at the latest
-    /// after TIME (1s). With --via background at least 1s, and 5s by default
+    /// after TIME (1s). With --via background at least 1s, and 5s by default; with --disks overlays at least 1s, its
+    /// default
     #[arg(
         long,
         value_name = "TIME",
         value_parser = parse_timing,
         default_value = "100ms",
-        default_value_if("via", "background", "5s")
+        default_value_ifs([("via", "background", "5s"), ("disks", "overlays", "1s")])
     )]
     pub(crate) every: CheckpointTiming,
 

@@ -158,6 +158,7 @@ fn options(args: &KeepArgs) -> ProtectOptions {
     };
     options.disks = match args.disks {
         ProtectDisksArg::Refuse => ProtectDisks::Served(args.disk_server.clone()),
+        ProtectDisksArg::Overlays => ProtectDisks::Overlays,
         ProtectDisksArg::Ignore => ProtectDisks::Ignore,
     };
     options.store.durability = durability(args.durable);

@@ -23,14 +23,14 @@ use limosa_migrate::control::Phase;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::{
-    CommandLineProperties, JobContext, RestoreReport, RestoreRequest, RunChoice, Watchdog, check_command_line,
-    check_program, restore,
+    CommandLineProperties, JobContext, RestoreReport, RestoreRequest, RunChoice, Watchdog, bring_overlays,
+    check_command_line, check_program, restore,
 };
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
 
-use crate::args::{RunArgs, SetClockArg};
+use crate::args::{DisksArg, RunArgs, SetClockArg};
 use crate::clock::{self, ClockOutcome, RestoredClock};
 use crate::detach::Reporter;
 use crate::job;
@@ -55,6 +55,11 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         misused("--set-clock on cannot be used for a VM that stays paused");
     }
     let snapshot = Snapshot::open(&args.snapshot)?;
+    if args.how.disks == DisksArg::Check
+        && let Some(manifest) = snapshot.manifest()
+    {
+        bring_overlays(&manifest.overlaid_disks, manifest.checkpoint.unwrap_or(0))?;
+    }
     let relay = Relay::start()?;
     let notice = Notice { shown: verbose > 0 };
     let working_set = WorkingSetUse::prepare(&args.how.working_set, &snapshot, &|line| notice.tell(line))?;

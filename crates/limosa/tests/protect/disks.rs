@@ -117,19 +117,24 @@ impl Bed {
         self.scene.failover(&["--fenced", "--disk-server", &self.control()])
     }
 
-    /// Expects the VM to write to its disk, and to find there what its memory knows, and no more.
+    /// As [`assert_goes_on`], and no log is left.
     pub(crate) fn assert_goes_on(&self, failover: Failover<'_>) {
-        wait_for("writes of the VM that continues", || {
-            let said = failover.limosa.stdout();
-            assert!(!said.contains("torn"), "memory and disk are of different instants: {said}");
-            let running = failover.limosa.is_running();
-            let count = said.matches("disk ").count();
-            assert!(running || count >= 5, "limosa ended: {}", failover.limosa.stderr());
-            (count >= 5).then_some(())
-        });
-        failover.end();
+        assert_goes_on(failover);
         assert!(!self.path("disk.epochs").exists());
     }
+}
+
+/// Expects the VM to write to its disk, and to find there what its memory knows, and no more.
+pub(crate) fn assert_goes_on(failover: Failover<'_>) {
+    wait_for("writes of the VM that continues", || {
+        let said = failover.limosa.stdout();
+        assert!(!said.contains("torn"), "memory and disk are of different instants: {said}");
+        let running = failover.limosa.is_running();
+        let count = said.matches("disk ").count();
+        assert!(running || count >= 5, "limosa ended: {}", failover.limosa.stderr());
+        (count >= 5).then_some(())
+    });
+    failover.end();
 }
 
 #[test]

@@ -21,6 +21,7 @@ mod failover;
 mod filters;
 mod gate;
 mod losses;
+mod overlaid;
 mod refusals;
 mod remote;
 mod remote_disks;

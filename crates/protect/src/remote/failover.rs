@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 use limosa_migrate::VmError;
 use limosa_page::error_with_causes;
-use limosa_qemu::{JobContext, JobError, drop_disks_after, refuse_changed_disks};
-use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, ProtectedDisk, Snapshot};
+use limosa_qemu::{JobContext, JobError, bring_overlays, drop_disks_after, refuse_changed_disks};
+use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Manifest, Snapshot};
 
 use super::desk::{Admission, Desk, Visitor, VmName};
 use super::message::Farewell;
@@ -37,7 +37,9 @@ const FENCE_AGAIN: Duration = Duration::from_secs(5);
 fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<(), VmError> {
     let checkpoint = directory.join(CHECKPOINT_NAME);
     // A VM that has continued without protection is better left alone.
-    with_disks(&checkpoint, |disks, epoch| refuse_changed_disks(disks, epoch, options.disk_servers))?;
+    with_manifest(&checkpoint, |manifest, epoch| {
+        refuse_changed_disks(&manifest.protected_disks, epoch, options.disk_servers)
+    })?;
     (options.fence)()?;
     bring_disks(&checkpoint, options.disk_servers)?;
     Ok(())
@@ -47,17 +49,20 @@ fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<(), V
 /// control sockets of the servers of its disks.
 ///
 /// # Errors
-/// The checkpoint cannot be read; as of [`drop_disks_after`].
+/// The checkpoint cannot be read; as of [`drop_disks_after`] and [`bring_overlays`].
 pub fn bring_disks(checkpoint: &Path, servers: &[PathBuf]) -> Result<(), ProtectError> {
-    with_disks(checkpoint, |disks, epoch| drop_disks_after(disks, epoch, servers))
+    with_manifest(checkpoint, |manifest, epoch| {
+        bring_overlays(&manifest.overlaid_disks, epoch)?;
+        drop_disks_after(&manifest.protected_disks, epoch, servers)
+    })
 }
 
-fn with_disks(
+fn with_manifest(
     checkpoint: &Path,
-    work: impl FnOnce(&[ProtectedDisk], u64) -> Result<(), JobError>,
+    work: impl FnOnce(&Manifest, u64) -> Result<(), JobError>,
 ) -> Result<(), ProtectError> {
     match Snapshot::open(checkpoint)?.manifest() {
-        Some(manifest) => Ok(work(&manifest.protected_disks, manifest.checkpoint.unwrap_or(0))?),
+        Some(manifest) => Ok(work(manifest, manifest.checkpoint.unwrap_or(0))?),
         None => Ok(()),
     }
 }

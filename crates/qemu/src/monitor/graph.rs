@@ -35,6 +35,24 @@ pub struct BlockJob {
     pub ready: bool,
 }
 
+/// A job of any kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Job {
+    /// Its id.
+    pub(crate) id: String,
+    /// Its state: `running`, `concluded`, ...
+    status: String,
+    /// The reason of its failure.
+    pub(crate) error: Option<String>,
+}
+
+impl Job {
+    /// Whether it is over, and waits to be dismissed.
+    pub(crate) fn is_concluded(&self) -> bool {
+        self.status == "concluded"
+    }
+}
+
 impl Monitor {
     /// Opens the qcow2 image `file`, without what it stands on, as the node `node`. `direct` and `no_flush` as in
     /// QEMU's `cache` options.
@@ -68,10 +86,18 @@ impl Monitor {
     }
 
     fn has_node(&self, node: &str) -> Result<bool, QmpError> {
+        Ok(self.node_names()?.iter().any(|name| name == node))
+    }
+
+    /// The names of all block nodes.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub(crate) fn node_names(&self) -> Result<Vec<String>, QmpError> {
         const COMMAND: &str = "query-named-block-nodes";
         let answer = self.qmp().execute(COMMAND, json!({ "flat": true }))?;
-        let named = |entry: &Value| entry.get("node-name").and_then(Value::as_str) == Some(node);
-        Ok(need_list(COMMAND, &answer)?.iter().any(named))
+        let name = |entry: &Value| entry.get("node-name").and_then(Value::as_str).map(str::to_owned);
+        Ok(need_list(COMMAND, &answer)?.iter().filter_map(name).collect())
     }
 
     /// Puts each overlay over its node, all of them at one instant or none: pairs of the node below and the overlay.
@@ -137,6 +163,59 @@ impl Monitor {
         }
         // In place again if nothing uses the overlay; asked before it is removed.
         Ok(cancelled.is_none())
+    }
+
+    /// Begins to write what is in the node `top` into the node `base` below it, where `top` is below the node `active`,
+    /// which a device writes to. `job` stays until it is [dismissed](Self::dismiss_job); then `top` is in no chain.
+    ///
+    /// # Errors
+    /// QEMU's; the connection's.
+    pub(crate) fn begin_commit(&self, job: &str, active: &str, top: &str, base: &str) -> Result<(), QmpError> {
+        let nodes =
+            json!({ "job-id": job, "device": active, "top-node": top, "base-node": base, "auto-dismiss": false });
+        self.order("block-commit", nodes)
+    }
+
+    /// The jobs.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub(crate) fn jobs(&self) -> Result<Vec<Job>, QmpError> {
+        const COMMAND: &str = "query-jobs";
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let text = |job: &Value, key: &str| job.get(key).and_then(Value::as_str).map(str::to_owned);
+        let one = |job: &Value| Job {
+            id: text(job, "id").unwrap_or_default(),
+            status: text(job, "status").unwrap_or_default(),
+            error: text(job, "error"),
+        };
+        Ok(need_list(COMMAND, &answer)?.iter().map(one).collect())
+    }
+
+    /// Forgets a job that is over.
+    ///
+    /// # Errors
+    /// QEMU's; the connection's.
+    pub(crate) fn dismiss_job(&self, job: &str) -> Result<(), QmpError> {
+        self.order("job-dismiss", json!({ "id": job }))
+    }
+
+    /// Cancels a job, if there is one of this id, and waits until it is gone or `limit` has come.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub(crate) fn cancel_job(&self, job: &str, limit: Instant) -> Result<(), QmpError> {
+        while let Some(found) = self.jobs()?.into_iter().find(|found| found.id == job) {
+            if found.is_concluded() {
+                return self.try_order("job-dismiss", json!({ "id": job }));
+            }
+            if Instant::now() >= limit {
+                return Ok(());
+            }
+            self.try_order("block-job-cancel", json!({ "device": job, "force": true }))?;
+            self.qmp().wait_event(&["JOB_STATUS_CHANGE"], LOOK)?;
+        }
+        Ok(())
     }
 
     /// A command whose refusal changes nothing: it comes again, or its time is over.

@@ -18,6 +18,7 @@ use crate::disk_server::{Remote, Served, check_epochs, find};
 use crate::file_identity::is_same_file;
 use crate::job::{JobContext, JobError};
 use crate::monitor::{Disk, Monitor};
+use crate::overlays::check_overlays;
 
 /// A disk of the destination.
 struct Here {
@@ -41,6 +42,7 @@ pub(super) fn check(
         return Err(JobError::conflict(change.to_string(), Conflict::Disk(DiskConflict::Changed)));
     }
     check_epochs(&manifest.protected_disks, manifest.checkpoint.unwrap_or(0), servers)?;
+    check_overlays(&manifest.overlaid_disks, manifest.checkpoint.unwrap_or(0))?;
     let mut here = None;
     for (recorded, overlay) in manifest.disks.iter().filter_map(|disk| Some((disk, disk.overlay.as_deref()?))) {
         let here = match &here {

@@ -18,7 +18,7 @@ mod connection;
 mod hints;
 mod job;
 mod options;
-mod overlay;
+pub(crate) mod overlay;
 mod preflight;
 mod rounds;
 mod served;

@@ -43,7 +43,7 @@ pub(super) struct Planned {
 }
 
 /// Refuses a VM whose disks cannot get overlays, whoever puts them.
-pub(super) fn check(monitor: &Monitor) -> Result<(), JobError> {
+pub(crate) fn check(monitor: &Monitor) -> Result<(), JobError> {
     if !monitor.qmp().passes_descriptors() {
         return Err(JobError::refused(
             "overlays are made where the VM runs, and this monitor is reached over tcp; run there, with a unix socket \
@@ -103,7 +103,7 @@ pub(super) fn records(planned: &[Planned]) -> Vec<Overlay> {
 }
 
 /// Returns the disk's file, if the disk can be frozen.
-fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
+pub(crate) fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
     /// Formats and protocols whose nodes are images; everything else stands between an image and a device.
     const IMAGES: [&str; 12] =
         ["raw", "qcow2", "qcow", "qed", "vmdk", "vdi", "vhdx", "vpc", "parallels", "luks", "file", "host_device"];
@@ -161,7 +161,7 @@ fn trunk(name: &OsStr) -> &OsStr {
 }
 
 /// Returns a path as text, which QEMU's monitor needs.
-pub(super) fn text(path: &Path) -> Result<String, JobError> {
+pub(crate) fn text(path: &Path) -> Result<String, JobError> {
     path.to_str().map(str::to_owned).ok_or_else(|| {
         JobError::refused(format!(
             "the path {} is no text, and QEMU's monitor takes nothing else; rename it",
@@ -192,20 +192,7 @@ pub(super) fn prepare(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobE
 /// Makes an empty overlay, with the owner and the mode of the frozen file, or of QEMU if that is a device.
 fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Result<(), JobError> {
     let target = Path::new(&overlay.file);
-    let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(target);
-    let file = file.map_err(place("make the overlay", target))?;
-    let below = std::fs::metadata(path).map_err(place("look at the disk", path))?;
-    let (owner, mode) = if below.is_file() {
-        (Some((below.uid(), below.gid())), below.mode() & 0o777)
-    } else {
-        let process = monitor.qmp().process().and_then(|process| std::fs::metadata(format!("/proc/{process}")).ok());
-        (process.map(|process| (process.uid(), process.gid())), 0o600)
-    };
-    if let Some((user, group)) = owner {
-        // A process that may not give files away finds out below whether QEMU can open it all the same.
-        let _ = std::os::unix::fs::fchown(&file, Some(user), Some(group));
-    }
-    file.set_permissions(Permissions::from_mode(mode)).map_err(place("set the mode of the overlay", target))?;
+    let file = make_file(monitor, path, target)?;
     let format = if matches!(disk.format.as_str(), "file" | "host_device") { "raw" } else { &disk.format };
     // Through a descriptor: a qemu-img that outlives this process makes no file again. -u: the disk is not opened.
     let mut command = Command::new("qemu-img");
@@ -233,6 +220,25 @@ fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Resul
     }
 }
 
+/// Makes the empty file of an overlay over `image`, with that one's owner and mode, or QEMU's owner if it is a device.
+pub(crate) fn make_file(monitor: &Monitor, image: &Path, target: &Path) -> Result<File, JobError> {
+    let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(target);
+    let file = file.map_err(place("make the overlay", target))?;
+    let below = std::fs::metadata(image).map_err(place("look at the disk", image))?;
+    let (owner, mode) = if below.is_file() {
+        (Some((below.uid(), below.gid())), below.mode() & 0o777)
+    } else {
+        let process = monitor.qmp().process().and_then(|process| std::fs::metadata(format!("/proc/{process}")).ok());
+        (process.map(|process| (process.uid(), process.gid())), 0o600)
+    };
+    if let Some((user, group)) = owner {
+        // A process that may not give files away finds out later whether QEMU can open it all the same.
+        let _ = std::os::unix::fs::fchown(&file, Some(user), Some(group));
+    }
+    file.set_permissions(Permissions::from_mode(mode)).map_err(place("set the mode of the overlay", target))?;
+    Ok(file)
+}
+
 /// Freezes the disks at the instant of the save: QEMU has stopped the VM and waits.
 pub(super) fn put(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobError> {
     if planned.is_empty() {
@@ -249,7 +255,7 @@ pub(super) fn note(manifest: &mut Manifest, planned: &[Planned]) {
     }
 }
 
-fn place(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> JobError {
+pub(crate) fn place(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> JobError {
     let path = path.to_owned();
     move |source| JobError::Io { what, path, source }
 }

@@ -17,6 +17,7 @@ use uuid::Uuid;
 use crate::disk_image::{Others, has_data};
 use crate::job_record::{JobPhase, JobRecord, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::Monitor;
+use crate::overlays::undo_chain;
 use crate::process::Liveness;
 use crate::qmp::QmpError;
 use crate::takeover::served;
@@ -54,7 +55,15 @@ pub(super) fn undo_all(
     }
     undone += served::undo_all(record, servers, (keep, limit), notices);
     undone += served::end_all_epochs(record, servers, limit, notices);
-    if undone == record.overlays.len() + record.served_overlays.len() + record.served_epochs.len() {
+    for chain in &record.chains {
+        match undo_chain(monitor, chain, record.snapshot, limit)? {
+            None => undone += 1,
+            Some(notice) => notices.push(notice),
+        }
+    }
+    let changed =
+        [record.overlays.len(), record.served_overlays.len(), record.served_epochs.len(), record.chains.len()];
+    if undone == changed.iter().sum::<usize>() {
         remarks.push("the disks are as they were".to_owned());
     }
     Ok(())

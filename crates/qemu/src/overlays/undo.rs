@@ -1,0 +1,78 @@
+//! The overlays of a protection that is over, while its QEMU runs: all are merged into the image, which takes the place
+//! of the uppermost one.
+//!
+//! Law: **the ledger goes first.** What is merged then belongs to no checkpoint, so the image is no disk of one any
+//! more.
+
+use std::path::Path;
+use std::time::Instant;
+
+use uuid::Uuid;
+
+use super::ledger::Ledger;
+use super::{file, found, job_of, remove};
+use crate::job_record::OverlayChain;
+use crate::monitor::Monitor;
+use crate::qmp::QmpError;
+
+/// Merges and removes the overlays of a disk by `limit`. Otherwise returns what a person must know.
+///
+/// # Errors
+/// The connection's; then QEMU has ended, or its overlays are as they were.
+pub(crate) fn undo(
+    monitor: &Monitor,
+    chain: &OverlayChain,
+    overlays: Uuid,
+    limit: Instant,
+) -> Result<Option<String>, QmpError> {
+    let OverlayChain { device, base, image: name, nodes } = chain;
+    let image = Path::new(name);
+    monitor.cancel_job(&job_of(nodes), limit)?;
+    let left = |why: String, epoch: u64| {
+        let top = file(image, overlays, epoch);
+        Ok(Some(format!(
+            "the disk {device} continues in {}, over {name}, because {why}; QEMU's block-commit of node {nodes}{epoch} \
+             to {base} merges them",
+            top.display()
+        )))
+    };
+    let mut epochs = opened(monitor, nodes)?;
+    // From the top down: a node keeps those below it.
+    while let Some(epoch) = epochs.pop() {
+        let node = format!("{nodes}{epoch}");
+        match monitor.remove_node(&node) {
+            Ok(_) => continue,
+            Err(in_use) if in_use.is_refusal() => {}
+            Err(other) => return Err(other),
+        }
+        if let Err(error) = Ledger::remove(image, overlays) {
+            return left(format!("{} cannot be removed ({error})", Ledger::path(image).display()), epoch);
+        }
+        let why = match monitor.merge_overlay(&node, base, limit) {
+            Ok(true) => "merging them failed (QEMU's log says why)".to_owned(),
+            Ok(false) => "merging them took too long".to_owned(),
+            Err(error) if error.is_refusal() => error.to_string(),
+            Err(other) => return Err(other),
+        };
+        // The graph says whether the image is in its place again.
+        match monitor.remove_node(&node) {
+            Ok(_) => {}
+            Err(error) if error.is_refusal() => return left(why, epoch),
+            Err(other) => return Err(other),
+        }
+    }
+    // Nothing was put, or all of it is merged.
+    let removed = Ledger::remove(image, overlays).and_then(|()| {
+        let files = found(image, overlays)?;
+        files.into_iter().try_for_each(|epoch| remove(image, overlays, epoch))
+    });
+    Ok(removed.err().map(|error| format!("cannot remove the overlays beside {name}, which hold nothing more: {error}")))
+}
+
+/// The epochs whose overlays QEMU has opened, in order.
+fn opened(monitor: &Monitor, nodes: &str) -> Result<Vec<u64>, QmpError> {
+    let names = monitor.node_names()?;
+    let mut epochs: Vec<u64> = names.iter().filter_map(|name| name.strip_prefix(nodes)?.parse().ok()).collect();
+    epochs.sort_unstable();
+    Ok(epochs)
+}
