@@ -40,8 +40,8 @@ const VERSION_OF_PROTECT: u32 = 4;
 /// The version of a record of checkpoints with disks or filters: an older limosa would leave the VM's writes in their
 /// logs, or the VM without its network.
 const VERSION_WITH_HELD: u32 = 5;
-/// The version of a record of checkpoints with overlays, and the newest that this limosa reads: an older one would leave
-/// the VM on them.
+/// The version of a record of checkpoints with overlays, and the newest that this limosa reads: an older one would
+/// leave the VM on them.
 const VERSION_WITH_CHAINS: u32 = 6;
 
 /// Separates a disk's name from the digits of the snapshot's id in an overlay's file name.

@@ -55,8 +55,8 @@ pub(crate) enum DurableArg {
 pub(crate) enum ProtectDisksArg {
     /// Refuse the VM
     Refuse,
-    /// They belong to the checkpoints: raw and qcow2 files of this host that QEMU opens itself. An overlay beside each has
-    /// the writes of a checkpoint, and is merged when it counts. Each pause has an fsync; --every is at least 1s
+    /// They belong to the checkpoints: raw and qcow2 files of this host that QEMU opens itself. An overlay beside each
+    /// has the writes of a checkpoint, and is merged when it counts. Each pause has an fsync; --every is at least 1s
     Overlays,
     /// Do not check; disks are kept consistent by other means
     Ignore,

@@ -61,7 +61,7 @@ impl Bed {
         overlays
     }
 
-    /// What is beside the disk.
+    /// The files beside the disk.
     fn beside(&self) -> Vec<String> {
         let mut names = names(self.disk().parent().unwrap());
         names.retain(|name| name.starts_with("disk."));

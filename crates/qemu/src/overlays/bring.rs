@@ -29,7 +29,7 @@ const CLOSED_WITHIN: Duration = Duration::from_secs(10);
 /// How often it is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// What has to be done to an image.
+/// The next thing to be done to an image.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
     /// Merge the overlays of these epochs, and remove all.

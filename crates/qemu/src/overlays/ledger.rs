@@ -28,7 +28,7 @@ pub(super) struct Ledger {
     pub(super) image: ImageState,
 }
 
-/// Which epochs an image has.
+/// The epochs that an image has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state")]
 pub(super) enum ImageState {

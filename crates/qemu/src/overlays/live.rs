@@ -310,7 +310,7 @@ impl EpochOverlays {
     }
 }
 
-/// Refuses a disk of which an earlier protection has not ended.
+/// Refuses a disk with an earlier protection that was not ended.
 fn check_ended(device: &str, image: &Path) -> Result<(), JobError> {
     let ledger = Ledger::read(image).map_err(place("read", &Ledger::path(image)))?;
     match ledger.map(|ledger| ledger.image) {
