@@ -23,7 +23,7 @@ use crate::filters::FilteredOutput;
 use crate::guard::{Guard, Pulse, Seen};
 use crate::options::{CheckpointMethod, ProtectDisks, ProtectOptions};
 use crate::preflight::Preflight;
-use crate::primary::{LocalVm, Primary as _};
+use crate::primary::LocalVm;
 use crate::remote::{Greeted, KeeperAddress, Recovery, Relay, Unprotected, cut};
 use crate::report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
 use crate::series::{Incoming, Kept, Series, Silence};
@@ -153,7 +153,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     }
     let done = options.method.apply(monitor, &change).and_then(|()| Ok(disks.flush()?));
     let done = done.and_then(|()| Ok(vm.overlays.prepare(monitor)?));
-    let done = done.and_then(|()| protection.run((to, place), &vm, watchdog.as_mut(), &mut unprotected));
+    let mut done = done.and_then(|()| protection.run((to, place), &vm, watchdog.as_mut(), &mut unprotected));
     // A stop continues it, and a QEMU that has ended leaves nothing to be done.
     let is_released = matches!(&done, Ok(Ended { seen: Seen { asked: true, .. } | Seen { gone: true, .. }, .. }));
     let left_standing = unprotected == Unprotected::StandsStill && !is_released;
@@ -167,10 +167,8 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
         }
         end(monitor, &record, options, notice)
     };
-    if let Ok(ended) = &mut done
-        && !disks.is_empty()
-    {
-        ended.release(outputs);
+    if let Ok(Ended { kept, held, .. }) = &mut done {
+        let_out(kept, held, outputs);
     }
     // QEMU cannot say it any more, and what the VM has written is all that there is: its disks have it.
     if let Ok(Ended { seen: Seen { shutdown: true, .. }, .. }) = &done {
@@ -196,7 +194,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
         }
         None => {}
     }
-    let Ended { kept: Kept { tally, newest, end: series_end }, seen, bases } = done?;
+    let Ended { kept: Kept { tally, newest, end: series_end }, seen, bases, .. } = done?;
     let end = why(series_end, &seen, options);
     match (newest, end) {
         (Some(newest), end) => Ok(ProtectReport {
@@ -246,6 +244,8 @@ struct Ended {
     seen: Seen,
     /// Bases that counted.
     bases: u64,
+    /// The epoch from which on output is held that no checkpoint will count for.
+    held: Option<u64>,
 }
 
 /// A protection under way.
@@ -270,7 +270,9 @@ impl Protection<'_> {
         mut watchdog: Option<&mut Watchdog>,
         unprotected: &mut Unprotected,
     ) -> Result<Ended, ProtectError> {
-        let (mut ended, mut place) = (Ended { kept: Kept::nothing(), seen: Seen::default(), bases: 0 }, place);
+        let mut ended = Ended { kept: Kept::nothing(), seen: Seen::default(), bases: 0, held: None };
+        let (mut place, signal) = (place, OutputSignal::new());
+        let outputs = OutputGates::new(self.gates, &signal);
         let hang = self.options.stall_timeout.saturating_add(HANGS_AFTER);
         let mut heartbeat = || watchdog.as_mut().and_then(|watchdog| watchdog.heartbeat(hang).ok());
         let CheckpointTarget::Keeper(keeper) = to else {
@@ -292,9 +294,11 @@ impl Protection<'_> {
                 recovery.reset();
             }
             ended.seen = Seen::default();
-            let back = recovery.lose(&why).and_then(|vm| {
+            let Ended { kept, seen, held, .. } = &mut ended;
+            let mut released = || let_out(kept, held, outputs);
+            let back = recovery.lose(&why, &mut released).and_then(|vm| {
                 *unprotected = vm;
-                recovery.wait(unprotected, &mut ended.seen)
+                recovery.wait(unprotected, seen, &mut released)
             });
             match back {
                 Ok(greeted) => place = Place::There(greeted),
@@ -356,11 +360,10 @@ impl Protection<'_> {
                 beside(guard, || relay.run())?
             }
         };
+        ended.held = Some(kept.tally.checkpoints + 1);
         // With disks output is held until they have all of the VM's writes, or the VM has been stopped.
         if disks.is_empty() {
-            let aborted = vm.abort(kept.tally.checkpoints + 1);
-            kept.tally.output = vm.counters();
-            note_abort(&mut kept.end, aborted);
+            let_out(&mut kept, &mut ended.held, outputs);
         }
         if options.method == CheckpointMethod::Colo {
             Guard::note_rest(monitor, &mut seen);
@@ -379,23 +382,22 @@ impl Protection<'_> {
     }
 }
 
-/// Takes the failure to end the series of the gates as the end, if there was no other.
-fn note_abort(end: &mut Result<(), ProtectError>, aborted: Result<(), ProtectError>) {
+/// Ends the series of the gates, if that was not done: output that no checkpoint counts for is dropped, and later output
+/// leaves. A failure is the end, if there was no other.
+fn let_out(kept: &mut Kept, held: &mut Option<u64>, outputs: OutputGates<'_>) {
+    let Some(epoch) = held.take() else { return };
+    let aborted = outputs.abort(epoch).map_err(ProtectError::Gate);
+    if let Some(counters) = outputs.counters() {
+        kept.tally.output.get_or_insert_default().add(&counters);
+    }
     match aborted {
         Ok(()) => {}
-        Err(error) if end.is_ok() => *end = Err(error),
+        Err(error) if kept.end.is_ok() => kept.end = Err(error),
         Err(error) => tracing::info!("{error}"),
     }
 }
 
 impl Ended {
-    /// Ends the series of the gates of a VM with disks.
-    fn release(&mut self, outputs: OutputGates<'_>) {
-        let aborted = outputs.abort(self.kept.tally.checkpoints + 1).map_err(ProtectError::Gate);
-        self.kept.tally.output = outputs.counters();
-        note_abort(&mut self.kept.end, aborted);
-    }
-
     /// Takes the failure out by which a keeper elsewhere was lost, if the VM is there and its protection is wanted.
     fn loss(&mut self, options: &ProtectOptions) -> Option<ProtectError> {
         let Seen { asked, stalled, shutdown, gone, .. } = self.seen;

@@ -164,12 +164,6 @@ impl LocalVm<'_> {
         }
     }
 
-    /// Ends the series of the gates: output that belongs to `epoch` or a later one is dropped, and nothing is held back
-    /// any more.
-    pub(crate) fn abort(&self, epoch: u64) -> Result<(), ProtectError> {
-        self.outputs.abort(epoch).map_err(ProtectError::Gate)
-    }
-
     /// Waits until the time has come, or output asks for a checkpoint.
     fn wait_time(&self, before: Option<Instant>, tell: Option<Tell<'_>>) -> Result<(), ProtectError> {
         // A time that does not fit has no end.

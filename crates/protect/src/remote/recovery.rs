@@ -72,13 +72,14 @@ impl<'a> Recovery<'a> {
         self.wait = FIRST_WAIT;
     }
 
-    /// Does with the VM what was chosen for a loss.
-    pub(crate) fn lose(&self, why: &ProtectError) -> Result<Unprotected, ProtectError> {
+    /// Does with the VM what was chosen for a loss. `released` is called when it continues without protection, and its
+    /// disks have all that it has written: until then its output must not leave.
+    pub(crate) fn lose(&self, why: &ProtectError, released: &mut dyn FnMut()) -> Result<Unprotected, ProtectError> {
         let why = error_with_causes(why);
         let keeper = &self.keeper.uri;
         match self.options.on_loss {
             OnLoss::Continue => {
-                self.release()?;
+                self.release(released)?;
                 (self.notice)(&format!(
                     "the keeper at {keeper} is lost ({why}); the VM continues without protection until it is back"
                 ));
@@ -95,8 +96,13 @@ impl<'a> Recovery<'a> {
         }
     }
 
-    /// Waits until the keeper takes the VM again; the VM runs then.
-    pub(crate) fn wait(&mut self, vm: &mut Unprotected, seen: &mut Seen) -> Result<Greeted, ProtectError> {
+    /// Waits until the keeper takes the VM again; the VM runs then. `released` is called when it continues.
+    pub(crate) fn wait(
+        &mut self,
+        vm: &mut Unprotected,
+        seen: &mut Seen,
+        released: &mut dyn FnMut(),
+    ) -> Result<Greeted, ProtectError> {
         let mut said = None;
         loop {
             self.sleep(seen)?;
@@ -104,7 +110,7 @@ impl<'a> Recovery<'a> {
             match *vm {
                 Unprotected::StandsStill if runs => {
                     (self.notice)("the VM was continued without protection");
-                    self.release()?;
+                    self.release(released)?;
                     *vm = Unprotected::Runs;
                 }
                 // A base would start a VM that its user has stopped.
@@ -114,7 +120,7 @@ impl<'a> Recovery<'a> {
             match self.keeper.greet(&self.found.series(), self.options.lost_after.min(CONNECT_WITHIN)) {
                 Ok(greeted) => {
                     if *vm == Unprotected::StandsStill {
-                        self.release()?;
+                        self.release(released)?;
                         *vm = Unprotected::Runs;
                     }
                     (self.notice)(&format!("the keeper at {} is back; it gets all of the VM", self.keeper.uri));
@@ -150,12 +156,11 @@ impl<'a> Recovery<'a> {
     }
 
     /// Ends COLO, or what has become of it, and the epochs of the disks; the VM runs, unless its user had stopped it.
-    fn release(&self) -> Result<(), ProtectError> {
+    fn release(&self, released: &mut dyn FnMut()) -> Result<(), ProtectError> {
         self.end_colo()?;
-        // A failover may have had them. If it was a failure, the next base fails.
-        if let Err(error) = self.found.disks.end() {
-            (self.notice)(&format!("what the VM has written stays in a log: {}", error_with_causes(&error)));
-        }
+        // One that is lost with its server ends the protection.
+        self.found.disks.end()?;
+        released();
         Ok(())
     }
 
