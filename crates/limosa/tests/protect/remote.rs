@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::line::Line;
 use crate::needs_newest_qemu;
-use crate::scene::{Scene, text};
+use crate::scene::{Scene, assert_follows, text};
 use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_for, watchdog};
 
 const ANYWHERE: &str = "tcp:127.0.0.1:0";
@@ -33,11 +33,10 @@ fn beats_continue_at_the_keeper_when_the_vm_and_all_of_its_host_are_killed() {
         }
         wait_gone(vm.pid());
         wait_for("the keeper to notice", || keeper.stderr().contains("may be lost").then_some(()));
-        // Lines of a serial port do not wait for checkpoints.
         let last = vm.last_pass().unwrap();
         let failover = scene.failover(&["--fenced"]);
         let first = failover.wait_passes(3);
-        assert!((last.saturating_sub(10)..=last + 1).contains(&first), "pass {first} after {last}");
+        assert_follows(first, last, 10);
         failover.check_and_end();
         keeper.signal(Signal::INT);
         let report = keeper.wait().json();
@@ -135,7 +134,7 @@ fn a_bare_qemu_may_be_the_primary() {
     let last = vm.last_pass().unwrap();
     let failover = scene.failover(&["--fenced"]);
     let first = failover.wait_passes(2);
-    assert!((last.saturating_sub(10)..=last + 1).contains(&first), "pass {first} after {last}");
+    assert_follows(first, last, 10);
     failover.check_and_end();
 }
 

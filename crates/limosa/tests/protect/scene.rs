@@ -212,6 +212,13 @@ impl<'a> Failover<'a> {
     }
 }
 
+/// Expects the first pass that a survivor says to be at most `behind` before the last one that the killed guest said,
+/// or the next one. Lines of a serial port do not wait for checkpoints, and the one on its way may be cut in two.
+#[track_caller]
+pub(crate) fn assert_follows(first: u32, last: u32, behind: u32) {
+    assert!((last.saturating_sub(behind)..=last + 2).contains(&first), "pass {first} after {last}");
+}
+
 /// A path as text; the tests' own paths are.
 pub(crate) fn text(path: &Path) -> &str {
     path.to_str().unwrap()

@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::line::Line;
 use crate::needs_newest_qemu;
-use crate::scene::{Failover, Scene, text};
+use crate::scene::{Failover, Scene, assert_follows, text};
 use crate::stage::{limosa, wait_for, watchdog};
 
 const ANYWHERE: &str = "tcp:127.0.0.1:0";
@@ -61,8 +61,7 @@ impl Pair {
         let last = self.vm.last_pass().unwrap();
         let failover = Failover::of(keeper, &self.scene);
         let first = failover.wait_passes(3);
-        // Lines of a serial port do not wait for checkpoints.
-        assert!((last.saturating_sub(20)..=last + 1).contains(&first), "pass {first} after {last}");
+        assert_follows(first, last, 20);
         failover.check_and_end();
     }
 }
