@@ -3,8 +3,8 @@
 //! Law: **at most one side runs the VM.** A VM that has been handed over, or may have been, is left stopped for a
 //! person to decide; everything else is undone and the VM continues as it was.
 //!
-//! **What a VM sends, a VM that continues from its checkpoint knows.** A protected VM whose disk is lost with its server
-//! can only be failed over: the watchdog leaves it standing still, as its disk goes back to the checkpoint.
+//! **Nothing is seen of a VM that its checkpoint does not know.** A protected VM whose disk is lost with its server can
+//! only be failed over, because its disk goes back to the checkpoint: the watchdog leaves it stopped.
 //!
 //! [`next_step`] decides, from the job's record and what QEMU says, without touching anything; [`take_over`] does it.
 //! The watchdog and `limosa resume` share both.
