@@ -149,6 +149,10 @@ fn missing_packages() -> Vec<&'static str> {
     if !["/usr/sbin/mke2fs", "/sbin/mke2fs"].iter().any(|path| Path::new(path).is_file()) {
         missing.push("e2fsprogs");
     }
+    // A guest's database, which knows when it is not whole.
+    if shell::find_program("sqlite3").is_none() {
+        missing.push("sqlite3");
+    }
     for (program, package) in PACKERS {
         if shell::find_program(program).is_none() {
             missing.push(package);

@@ -2,7 +2,7 @@
 //!
 //! `LIMOSA_PROTECT_KILLS=100` kills that often; `LIMOSA_PROTECT_SEED=N` begins with that seed.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ enum Transport {
 /// A Linux whose disk is served, and the folder of the test.
 pub(crate) struct Bed {
     pub(crate) scene: Scene,
-    format: DiskFormat,
+    pub(crate) format: DiskFormat,
     transport: Transport,
 }
 
@@ -40,11 +40,22 @@ impl Bed {
     }
 
     fn over(transport: Transport, format: DiskFormat) -> Self {
+        let guest = LinuxGuest { kernel_words: "no_timer_check".to_owned(), ..LinuxGuest::default() };
+        let bed = Self::with(transport, format, |_| Machine::linux(guest));
+        Disk::create(&bed.path("disk"), format, 16 << 20).unwrap();
+        bed
+    }
+
+    /// The folder of a test with this machine, which gets the disk over NBD.
+    pub(crate) fn of(format: DiskFormat, machine: impl FnOnce(&Path) -> Machine) -> Self {
+        Self::with(Transport::Nbd, format, machine)
+    }
+
+    fn with(transport: Transport, format: DiskFormat, machine: impl FnOnce(&Path) -> Machine) -> Self {
         let scene = Scene::of(|folder| {
             let socket = folder.join("disk.socket");
             let socket = socket.display();
-            let guest = LinuxGuest { kernel_words: "no_timer_check".to_owned(), ..LinuxGuest::default() };
-            let machine = Machine::linux(guest).series(Series::Newest);
+            let machine = machine(folder).series(Series::Newest);
             let (machine, words) = match transport {
                 Transport::Nbd => {
                     let server = format!("server.type=unix,server.path={socket}");
@@ -60,7 +71,6 @@ impl Bed {
             let [back, what, device] = words;
             [back, what, "-device".to_owned(), device].iter().fold(machine, |machine, word| machine.argument(word))
         });
-        Disk::create(&scene.path("disk"), format, 16 << 20).unwrap();
         Self { scene, format, transport }
     }
 

@@ -11,15 +11,21 @@ mod stage;
 mod overlays;
 
 mod line;
+mod network;
 mod outside;
+mod requests;
+mod running;
 mod scene;
 
+mod acknowledged;
 mod background;
 mod disks;
 mod ends;
 mod failover;
 mod filters;
+mod full;
 mod gate;
+mod hosts;
 mod losses;
 mod overlaid;
 mod refusals;

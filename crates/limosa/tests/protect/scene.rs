@@ -66,8 +66,13 @@ impl Scene {
 
     /// `limosa protect --qmp ... MORE DIR`.
     pub(crate) fn protect(&self, vm: &Vm, more: &[&str]) -> Program {
+        self.protect_at(&vm.qmp_socket(), more)
+    }
+
+    /// As [`protect`](Self::protect), for the VM with this monitor.
+    pub(crate) fn protect_at(&self, qmp: &Path, more: &[&str]) -> Program {
         let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
-        command.args(["protect", "--qmp"]).arg(vm.qmp_socket()).args(more).arg(self.kept());
+        command.args(["protect", "--qmp"]).arg(qmp).args(more).arg(self.kept());
         command.env("TMPDIR", self.path("tmp")).env_remove("XDG_RUNTIME_DIR");
         start_command(command)
     }
