@@ -1,5 +1,5 @@
-//! Anything that connects to a keeper: greetings, and the stream of a limosa with its notes. The keeper never ends, says
-//! how it went for each whom it let in, and its directory has whole checkpoints and nothing else.
+//! Anything that connects to a keeper: greetings, and the stream of a limosa with its notes. The keeper never ends,
+//! says how it went for each whom it let in, and its directory has whole checkpoints and nothing else.
 
 #![no_main]
 

@@ -382,8 +382,8 @@ impl Protection<'_> {
     }
 }
 
-/// Ends the series of the gates, if that was not done: output that no checkpoint counts for is dropped, and later output
-/// leaves. A failure is the end, if there was no other.
+/// Ends the series of the gates, if that was not done: output that no checkpoint counts for is dropped, and later
+/// output leaves. A failure is the end, if there was no other.
 fn let_out(kept: &mut Kept, held: &mut Option<u64>, outputs: OutputGates<'_>) {
     let Some(epoch) = held.take() else { return };
     let aborted = outputs.abort(epoch).map_err(ProtectError::Gate);

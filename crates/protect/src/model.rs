@@ -4,8 +4,8 @@
 //! numbers. A VM writes to its disk, remembers that, and sends a frame that says it. It, the keeper and the disk's
 //! server run in random steps, orders to the gate arrive late, the guard lets the VM go, and everything is killed at
 //! some moment, or loses its power. In half of the schedules the directory is on another host: what the two ends say to
-//! each other arrives late, or not at all, and the VM continues or stands still when the line is cut. `LIMOSA_PROTECT_SCHEDULES=100000` tries that many; `LIMOSA_PROTECT_SEED=N` begins
-//! with that one.
+//! each other arrives late, or not at all, and the VM continues or stands still when the line is cut.
+//! `LIMOSA_PROTECT_SCHEDULES=100000` tries that many; `LIMOSA_PROTECT_SEED=N` begins with that one.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -84,7 +84,7 @@ struct Line {
     is_cut: bool,
     /// The newest checkpoint that the keeper has whole, and may not count yet.
     received: Memory,
-    /// Checkpoints for which the disk is prepared.
+    /// Checkpoints whose disk is prepared.
     prepared: VecDeque<u64>,
     /// Checkpoints that count.
     kept: VecDeque<u64>,

@@ -63,8 +63,8 @@ pub(crate) struct KeeperArgs {
     #[arg(long, value_name = "COMMAND")]
     pub(crate) fence: Option<OsString>,
 
-    /// The --control socket of the `limosa serve` whose disks belong to the checkpoints: a failover has it drop what the
-    /// VM wrote later. Repeat it for each server
+    /// The --control socket of the `limosa serve` whose disks belong to the checkpoints: a failover has it drop what
+    /// the VM wrote later. Repeat it for each server
     #[arg(
         long,
         value_name = "SOCK",

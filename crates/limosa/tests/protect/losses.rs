@@ -117,7 +117,8 @@ fn a_vm_that_is_to_stand_still_does_so_until_the_line_is_back() {
         assert_eq!(protected.vm.last_pass(), passes);
         protected.line.mend();
         protected.wait_protected_again(times);
-        assert_beats(&protected.vm);
+        // A stop for a look at its memory would be lost in a checkpoint's own.
+        protected.vm.wait_heartbeats(2).unwrap();
     }
     protected.line.stall(true);
     protected.wait_said("stands still until it is back", 3);

@@ -1,9 +1,9 @@
 //! When a keeper continues the VM itself.
 //!
 //! Law: **at most one side runs the VM.** The order is: the primary is lost, for as long as was said; no primary is let
-//! in any more; fencing succeeds; its disks are brought to the checkpoint; it is recorded, durably, that this protection is over; the VM runs. A keeper that is
-//! killed before the last step runs nothing, and one that is killed after it is the only one that ran it: its standby
-//! gets the end of its stream in one piece.
+//! in any more; fencing succeeds; its disks are brought to the checkpoint; it is recorded, durably, that this
+//! protection is over; the VM runs. A keeper that is killed before the last step runs nothing, and one that is killed
+//! after it is the only one that ran it: its standby gets the end of its stream in one piece.
 //!
 //! ```text
 //! kept ─lost─► waiting ─time, or VmLost─► fencing ─► recorded ─► the VM runs
@@ -45,8 +45,8 @@ fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<(), V
     Ok(())
 }
 
-/// Has the disks that belong to a checkpoint as of it: what the VM wrote later is dropped. The VM is off. `servers`: the
-/// control sockets of the servers of its disks.
+/// Has the disks that belong to a checkpoint as of it: what the VM wrote later is dropped. The VM is off. `servers`:
+/// the control sockets of the servers of its disks.
 ///
 /// # Errors
 /// The checkpoint cannot be read; as of [`drop_disks_after`] and [`bring_overlays`].

@@ -246,7 +246,7 @@ struct Far {
     before: Mutex<Option<Lost>>,
     /// The layout of its memory.
     setup: OnceLock<StreamSetup>,
-    /// The newest checkpoint for which its disks are prepared.
+    /// The newest checkpoint that its disks are prepared for.
     prepared: AtomicU64,
 }
 

@@ -31,8 +31,9 @@ const ANNOUNCEMENT: u64 = 4;
 /// Each method takes one turn; the order is [`begin`](Self::begin) once, then for each checkpoint
 /// [`wait_request`](Self::wait_request), [`reply`](Self::reply), [`receive`](Self::receive) and
 /// [`loaded`](Self::loaded). A primary may wait between the reply and the checkpoint, or have something to say:
-/// [`wait_sent`](Self::wait_sent), [`wait_note`](Self::wait_note). On `Err` the channel is closed and the series is over; the VM stands still if it was
-/// between `reply` and `loaded`, and QEMU needs the command `x-colo-lost-heartbeat` to continue it.
+/// [`wait_sent`](Self::wait_sent), [`wait_note`](Self::wait_note). On `Err` the channel is closed and the series is
+/// over; the VM stands still if it was between `reply` and `loaded`, and QEMU needs the command `x-colo-lost-heartbeat`
+/// to continue it.
 #[derive(Debug)]
 pub struct Checkpoints {
     base: ReceivedStream,
