@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::ledger::{ImageState, Ledger, Stamp, sync_folder};
 use super::{bring, file, job_of, remove};
-use crate::conflict::{Conflict, DiskConflict, MissingPermission};
+use crate::conflict::{Conflict, DiskConflict};
 use crate::job::JobError;
 use crate::job_record::{OverlayChain, overlay_digits};
 use crate::monitor::{Disk, Monitor};
@@ -172,10 +172,10 @@ impl EpochOverlays {
             let target = disk.file(self.overlays, epoch);
             let added = monitor.add_overlay(&disk.node(epoch), &text(&target)?, disk.direct, disk.no_flush);
             added.map_err(|error| match error.desc() {
-                Some(said) => JobError::conflict(
-                    format!("QEMU cannot open the overlay {}: {said}", target.display()),
-                    Conflict::Permission(MissingPermission::OverlayDirectory),
-                ),
+                Some(said) => JobError::refused(format!(
+                    "QEMU cannot open the overlay {}: {said}; let it open files in that folder",
+                    target.display()
+                )),
                 None => error.into(),
             })?;
         }
