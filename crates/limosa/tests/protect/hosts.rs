@@ -10,7 +10,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use limosa_snapshot::Snapshot;
 use limosa_storage::testing::SeededRandom;
@@ -235,14 +235,15 @@ impl Hosts {
                 let standby = standby();
                 kill(keeper);
                 self.keeper.take().unwrap().wait();
-                end_standby(standby);
+                // It ends with its stream, and would have the gate.
+                wait_gone(standby);
                 return self.open_keeper(&FAILS_OVER);
             }
             Loss::VmAndKeeper => {
                 let standby = standby();
                 kill(keeper);
                 kill(self.vm().pid);
-                end_standby(standby);
+                wait_gone(standby);
                 return self.fail_over_by_hand();
             }
             Loss::KeeperHangs => {
@@ -306,20 +307,6 @@ impl Hosts {
         self.client.take().unwrap().end();
         self.vm.take().unwrap().kill();
         self.counts.acknowledged()
-    }
-}
-
-/// Waits for a standby that has lost its keeper. It ends with its stream; one that had just been started has none, and
-/// waits for ever, without a VM.
-fn end_standby(pid: u32) {
-    let begun = Instant::now();
-    while is_alive(pid) && begun.elapsed() < Duration::from_secs(5) {
-        thread::sleep(Duration::from_millis(20));
-    }
-    if is_alive(pid) {
-        println!("a standby was left");
-        kill9(pid).unwrap();
-        wait_gone(pid);
     }
 }
 
