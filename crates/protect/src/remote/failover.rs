@@ -157,7 +157,6 @@ impl Lost {
         watch: JobContext<'_>,
     ) -> Result<Fate, ProtectError> {
         let notice = watch.notice;
-        options.now.store(false, Ordering::Release);
         loop {
             desk.admit(Admission::Only(self.name.clone()));
             let due = self.due(options.when_lost);

@@ -221,6 +221,10 @@ fn receive(request: KeepRequest<'_>, visitor: Visitor, lost: &mut Option<Lost>) 
     let (standby, before) = (far.standby.into_inner(), far.before.into_inner());
     let newest = kept.newest.as_ref().map(|_| kept.tally.checkpoints);
     let error = kept.end.as_ref().err();
+    // An order of before is about no VM that is lost; one that comes when this is told is.
+    if let Some(standby) = &request.standby {
+        standby.now.store(false, Ordering::Release);
+    }
     (request.event)(&KeepEvent::Ended { newest, farewell, error });
     if let Some(error) = error {
         tracing::info!("{}", error_with_causes(error));
