@@ -1,7 +1,9 @@
 //! Files by the numbers that the kernel gives them.
 
+use std::fs::Metadata;
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use rustix::fs::{Stat, fstat, stat};
@@ -36,6 +38,12 @@ impl FileId {
 impl From<&Stat> for FileId {
     fn from(stat: &Stat) -> Self {
         Self { device: stat.st_dev, inode: stat.st_ino }
+    }
+}
+
+impl From<&Metadata> for FileId {
+    fn from(metadata: &Metadata) -> Self {
+        Self { device: metadata.dev(), inode: metadata.ino() }
     }
 }
 

@@ -1,13 +1,13 @@
 //! Shared by saves and restores: how they are watched, and their errors.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use limosa_channel::ChannelError;
 use limosa_migrate::{Handle, MigrateError};
 use limosa_snapshot::SnapshotError;
 
-use crate::conflict::Conflict;
+use crate::conflict::{Conflict, DiskConflict};
 use crate::job_record::JobRecordError;
 use crate::qmp::QmpError;
 use crate::watchdog::WatchdogError;
@@ -148,6 +148,15 @@ pub enum JobError {
 }
 
 impl JobError {
+    /// A disk that is not as of the checkpoint of `epoch`, and why.
+    pub(crate) fn other_instant(device: &str, path: &Path, epoch: u64, why: &str) -> Self {
+        let path = path.display();
+        Self::conflict(
+            format!("the disk {device} ({path}) is not as of checkpoint {epoch}, to which the memory belongs: {why}"),
+            Conflict::Disk(DiskConflict::Changed),
+        )
+    }
+
     /// Whether QEMU left a command unanswered: it may be asked again much later, but not by a person who
     /// waits.
     pub(crate) fn is_unanswered(&self) -> bool {

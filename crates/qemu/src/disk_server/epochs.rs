@@ -292,11 +292,7 @@ fn changed(disk: &ProtectedDisk, epoch: u64, verdicts: &[Verdict]) -> JobError {
         Verdict::Later(why) => why,
         Verdict::AsOf | Verdict::Protected => "it has what the VM wrote since",
     });
-    let (device, path, reasons) = (&disk.device, disk.path.display(), reasons.collect::<Vec<_>>().join("; "));
-    JobError::conflict(
-        format!("the disk {device} ({path}) is not as of checkpoint {epoch}, to which the memory belongs: {reasons}"),
-        Conflict::Disk(DiskConflict::Changed),
-    )
+    JobError::other_instant(&disk.device, &disk.path, epoch, &reasons.collect::<Vec<_>>().join("; "))
 }
 
 fn log_of(export: &Value, part: &str) -> Option<Uuid> {

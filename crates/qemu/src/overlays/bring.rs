@@ -21,7 +21,6 @@ use uuid::Uuid;
 
 use super::ledger::{ImageState, Ledger, Stamp};
 use super::{file, found, remove};
-use crate::conflict::{Conflict, DiskConflict};
 use crate::job::JobError;
 
 /// How long a QEMU that was ended may take to close its images.
@@ -60,14 +59,7 @@ pub(crate) fn check(disks: &[OverlaidDisk], epoch: u64) -> Result<(), JobError> 
 }
 
 fn conflict(disk: &OverlaidDisk, epoch: u64, why: &str) -> JobError {
-    let OverlaidDisk { device, path, .. } = disk;
-    JobError::conflict(
-        format!(
-            "the disk {device} ({}) is not as of checkpoint {epoch}, to which the memory belongs: {why}",
-            path.display()
-        ),
-        Conflict::Disk(DiskConflict::Changed),
-    )
+    JobError::other_instant(&disk.device, &disk.path, epoch, why)
 }
 
 /// Looks at a disk, without changing anything. Returns the step, and the overlays that are there.

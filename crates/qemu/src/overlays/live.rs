@@ -1,6 +1,5 @@
 //! The overlays of a VM whose checkpoints are made.
 
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,6 +14,7 @@ use uuid::Uuid;
 use super::ledger::{ImageState, Ledger, Stamp, sync_folder};
 use super::{bring, file, job_of, remove};
 use crate::conflict::{Conflict, DiskConflict};
+use crate::file_identity::FileId;
 use crate::job::JobError;
 use crate::job_record::{OverlayChain, overlay_digits};
 use crate::monitor::{Disk, Monitor};
@@ -93,7 +93,7 @@ impl EpochOverlays {
             check(monitor)?;
         }
         let short: String = overlay_digits(overlays).chars().take(NODE_DIGITS).collect();
-        let (mut disks, mut files): (Vec<EpochDisk>, Vec<(u64, u64)>) = (Vec::new(), Vec::new());
+        let (mut disks, mut files): (Vec<EpochDisk>, Vec<FileId>) = (Vec::new(), Vec::new());
         for disk in found {
             // One node under two devices has one overlay.
             if disks.iter().any(|other| other.base == disk.node) {
@@ -112,7 +112,7 @@ impl EpochOverlays {
                 let why = format!("it is a block device ({}), beside which none can stand", image.display());
                 return not(&device, &why);
             }
-            let identity = (metadata.dev(), metadata.ino());
+            let identity = FileId::from(&metadata);
             if files.contains(&identity) {
                 return Err(JobError::conflict(
                     format!("the disk {device} writes to the same file as another one, {}", image.display()),

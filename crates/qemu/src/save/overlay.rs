@@ -26,6 +26,7 @@ use limosa_snapshot::Manifest;
 
 use super::options::{DiskPolicy, SaveOptions};
 use crate::conflict::{Conflict, DiskConflict, JobOption, MissingPermission};
+use crate::file_identity::FileId;
 use crate::job::JobError;
 use crate::job_record::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay};
 use crate::monitor::{Disk, Monitor};
@@ -65,7 +66,7 @@ pub(super) fn plan(options: &SaveOptions, disks: Vec<Disk>, digits: &str) -> Res
         return Ok(Vec::new());
     }
     let mut planned: Vec<Planned> = Vec::new();
-    let mut files: Vec<(String, (u64, u64))> = Vec::new();
+    let mut files: Vec<(String, FileId)> = Vec::new();
     for disk in disks {
         if planned.iter().any(|other| other.disk.node == disk.node) {
             // One node under two devices: one overlay serves both.
@@ -73,7 +74,7 @@ pub(super) fn plan(options: &SaveOptions, disks: Vec<Disk>, digits: &str) -> Res
         }
         let path = freezable(&disk)?;
         let found = std::fs::metadata(&path).map_err(place("look at the disk", &path))?;
-        let identity = (found.dev(), found.ino());
+        let identity = FileId::from(&found);
         if let Some((other, _)) = files.iter().find(|(_, known)| *known == identity) {
             return Err(JobError::conflict(
                 format!("the disks {other} and {} write to the same file, {}", disk.device, path.display()),
