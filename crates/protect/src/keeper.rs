@@ -145,7 +145,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     tracing::info!("QEMU's settings that change: {}", change.set);
     let (handle, notice) = (watch.handle, watch.notice);
     let disks = &vm.disks;
-    let protection = Protection { monitor, options, handle, notice, gates, began, kept, disks };
+    let protection = Protection { monitor, options, handle, notice, gates, outputs, began, kept, disks };
     let mut unprotected = Unprotected::Runs;
     if !vm.overlays.is_empty() {
         let devices: Vec<&str> = vm.overlays.devices().collect();
@@ -256,6 +256,8 @@ struct Protection<'a> {
     handle: &'a Handle,
     notice: &'a (dyn Fn(&str) + Sync),
     gates: &'a [&'a dyn OutputGate],
+    /// The same, to end their series.
+    outputs: OutputGates<'a>,
     began: &'a (dyn Fn(&KeptBase) + Sync),
     kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     disks: &'a EpochDisks,
@@ -271,8 +273,7 @@ impl Protection<'_> {
         unprotected: &mut Unprotected,
     ) -> Result<Ended, ProtectError> {
         let mut ended = Ended { kept: Kept::nothing(), seen: Seen::default(), bases: 0, held: None };
-        let (mut place, signal) = (place, OutputSignal::new());
-        let outputs = OutputGates::new(self.gates, &signal);
+        let mut place = place;
         let hang = self.options.stall_timeout.saturating_add(HANGS_AFTER);
         let mut heartbeat = || watchdog.as_mut().and_then(|watchdog| watchdog.heartbeat(hang).ok());
         let CheckpointTarget::Keeper(keeper) = to else {
@@ -295,7 +296,7 @@ impl Protection<'_> {
             }
             ended.seen = Seen::default();
             let Ended { kept, seen, held, .. } = &mut ended;
-            let mut released = || let_out(kept, held, outputs);
+            let mut released = || let_out(kept, held, self.outputs);
             let back = recovery.lose(&why, &mut released).and_then(|vm| {
                 *unprotected = vm;
                 recovery.wait(unprotected, seen, &mut released)
@@ -318,7 +319,7 @@ impl Protection<'_> {
         heartbeat: &mut dyn FnMut() -> Option<Heartbeat>,
         ended: &mut Ended,
     ) -> Result<(), ProtectError> {
-        let Self { monitor, options, handle, notice, gates, began, kept, disks } = self;
+        let Self { monitor, options, handle, notice, gates, began, kept, disks, .. } = self;
         let (signal, pulse) = (OutputSignal::new(), Pulse::new());
         let outputs = OutputGates::new(gates, &signal);
         outputs.watch().map_err(ProtectError::Gate)?;
