@@ -87,8 +87,8 @@ pub(super) fn written(pages: u64, unchanged: u64) -> u64 {
 }
 
 impl Figures {
-    /// The figures of a protection into this directory, or to this keeper, that begins now. Where `filters` hold output
-    /// nobody counts it.
+    /// The figures of a protection into this directory, or to this keeper, that begins now. Output that
+    /// `filters` hold is not counted.
     pub(super) fn new(place: PathBuf, filters: bool) -> anyhow::Result<Arc<Self>> {
         let times = || Histogram::new_with_bounds(1, LONGEST, 2);
         let (pauses, lags) = (times()?, times()?);

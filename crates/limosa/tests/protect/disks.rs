@@ -12,12 +12,8 @@ use rustix::process::Signal;
 
 use crate::needs_newest_qemu;
 use crate::overlays::{assert_never_torn, start_writer, wait_writes};
-use crate::scene::{Failover, Scene, text};
+use crate::scene::{Failover, Scene, for_each_seed, text};
 use crate::stage::{Program, limosa, start, wait_for};
-
-pub(crate) fn setting(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap())
-}
 
 /// How the VM reaches its disk.
 #[derive(Clone, Copy)]
@@ -147,19 +143,25 @@ pub(crate) fn assert_goes_on(failover: Failover<'_>) {
     failover.end();
 }
 
+/// Protects a VM that writes, and kills it after some checkpoints. Returns the disk server.
+fn kill_vm(bed: &Bed) -> Program {
+    let server = bed.serve(&[]);
+    let vm = start_writer(&bed.scene.machine);
+    let keeper = bed.protect(&vm);
+    bed.scene.wait_checkpoint(5, &keeper);
+    wait_writes(vm.serial(), 10);
+    kill9(vm.pid()).unwrap();
+    assert_eq!(keeper.wait().status.code(), Some(1));
+    assert_never_torn(&vm);
+    server
+}
+
 #[test]
 fn a_vm_that_was_killed_continues_on_a_disk_of_the_instant_of_its_memory() {
     needs_newest_qemu!();
     for format in [DiskFormat::Raw, DiskFormat::Qcow2] {
         let bed = Bed::new(format);
-        let server = bed.serve(&[]);
-        let vm = start_writer(&bed.scene.machine);
-        let keeper = bed.protect(&vm);
-        bed.scene.wait_checkpoint(5, &keeper);
-        wait_writes(vm.serial(), 10);
-        kill9(vm.pid()).unwrap();
-        assert_eq!(keeper.wait().status.code(), Some(1));
-        assert_never_torn(&vm);
+        let server = kill_vm(&bed);
         bed.assert_goes_on(bed.failover());
         // The VM has written to it since.
         let again = bed.failover().limosa.wait();
@@ -173,14 +175,7 @@ fn a_vm_that_was_killed_continues_on_a_disk_of_the_instant_of_its_memory() {
 fn a_disk_over_vhost_user_goes_with_the_checkpoints_as_one_over_nbd() {
     needs_newest_qemu!();
     let bed = Bed::over(Transport::VhostUser, DiskFormat::Qcow2);
-    let server = bed.serve(&[]);
-    let vm = start_writer(&bed.scene.machine);
-    let keeper = bed.protect(&vm);
-    bed.scene.wait_checkpoint(5, &keeper);
-    wait_writes(vm.serial(), 10);
-    kill9(vm.pid()).unwrap();
-    assert_eq!(keeper.wait().status.code(), Some(1));
-    assert_never_torn(&vm);
+    let server = kill_vm(&bed);
     // Its socket goes with the export.
     let refused = bed.failover().limosa.wait();
     assert!(refused.stderr.contains("start another server with --fenced"), "{}", refused.stderr);
@@ -267,9 +262,5 @@ fn kill_some(seed: u64) {
 #[test]
 fn in_every_order_of_kills_memory_and_disk_are_of_one_instant() {
     needs_newest_qemu!();
-    let first = setting("LIMOSA_PROTECT_SEED", 1);
-    for seed in first..first + setting("LIMOSA_PROTECT_KILLS", 2) {
-        let killed = std::panic::catch_unwind(|| kill_some(seed));
-        assert!(killed.is_ok(), "seed {seed}");
-    }
+    for_each_seed(2, 1, |seed, _| kill_some(seed));
 }

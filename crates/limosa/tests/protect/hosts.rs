@@ -17,14 +17,13 @@ use limosa_storage::testing::SeededRandom;
 use limosa_testkit::{Machine, Program, Series, is_alive, kill9, wait_gone};
 use rustix::process::Signal;
 
-use crate::disks::setting;
 use crate::gate::connected;
 use crate::line::Line;
 use crate::needs_newest_qemu;
 use crate::network::{Namespace, network_skipped};
 use crate::requests::{Client, Counts, GUEST_MAC, guest, prepare};
 use crate::running::{Running, open_gate, qemu_below, signal};
-use crate::scene::{Scene, text};
+use crate::scene::{Scene, for_each_seed, text};
 use crate::stage::{start_command, wait_for, watchdog};
 
 /// Rounds of a guest.
@@ -319,33 +318,24 @@ fn whatever_becomes_of_two_hosts_no_request_is_missing_that_was_acknowledged() {
     if network_skipped() {
         return;
     }
-    let (first, mut left) = (setting("LIMOSA_PROTECT_SEED", 1), setting("LIMOSA_PROTECT_KILLS", 3));
-    for seed in first.. {
-        let rounds = left.min(ROUNDS);
-        left -= rounds;
-        let lived = std::panic::catch_unwind(|| {
-            let mut chance = SeededRandom::new(seed);
-            let mut hosts = Hosts::new();
-            for round in 1..=rounds {
-                let every = ["20ms", "50ms", "event", "100ms"][usize::try_from(chance.below(4)).unwrap()];
-                hosts.protect(None, &FAILS_OVER, &["--every", every, "--on-loss", "pause"]);
-                hosts.client().wait_answered(3);
-                thread::sleep(Duration::from_micros(chance.below(400_000)));
-                let loss = Loss::draw(&mut chance);
-                print!("seed {seed}, round {round}: {loss:?} at {every}");
-                hosts.lose(loss);
-                hosts.client().wait_answered(3);
-                hosts.client().audit(&hosts.world, false);
-                println!(", longest answer {:?}", hosts.counts.take_longest());
-                hosts.end_protection();
-            }
-            println!("seed {seed}: {} requests were acknowledged", hosts.end());
-        });
-        assert!(lived.is_ok(), "seed {seed}");
-        if left == 0 {
-            break;
+    for_each_seed(3, ROUNDS, |seed, rounds| {
+        let mut chance = SeededRandom::new(seed);
+        let mut hosts = Hosts::new();
+        for round in 1..=rounds {
+            let every = ["20ms", "50ms", "event", "100ms"][usize::try_from(chance.below(4)).unwrap()];
+            hosts.protect(None, &FAILS_OVER, &["--every", every, "--on-loss", "pause"]);
+            hosts.client().wait_answered(3);
+            thread::sleep(Duration::from_micros(chance.below(400_000)));
+            let loss = Loss::draw(&mut chance);
+            print!("seed {seed}, round {round}: {loss:?} at {every}");
+            hosts.lose(loss);
+            hosts.client().wait_answered(3);
+            hosts.client().audit(&hosts.world, false);
+            println!(", longest answer {:?}", hosts.counts.take_longest());
+            hosts.end_protection();
         }
-    }
+        println!("seed {seed}: {} requests were acknowledged", hosts.end());
+    });
 }
 
 #[test]

@@ -11,12 +11,12 @@ use limosa_testkit::{Disk, DiskFormat, Series, Vm, kill9, wait_gone};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::disks::{assert_goes_on, setting};
+use crate::disks::assert_goes_on;
 use crate::needs_newest_qemu;
 use crate::overlays::{
     assert_never_torn, last_written, linux_on, sectors_written, start_writer, top_file, wait_writes,
 };
-use crate::scene::{Failover, Scene, text};
+use crate::scene::{Failover, Scene, for_each_seed, text};
 use crate::stage::{Found, Program, limosa, names, start, watchdog};
 
 /// A Linux that has a disk in a file, and the folder of the test.
@@ -232,9 +232,5 @@ fn kill_some(seed: u64) {
 #[test]
 fn in_every_order_of_kills_memory_and_image_are_of_one_instant() {
     needs_newest_qemu!();
-    let first = setting("LIMOSA_PROTECT_SEED", 1);
-    for seed in first..first + setting("LIMOSA_PROTECT_KILLS", 2) {
-        let killed = std::panic::catch_unwind(|| kill_some(seed));
-        assert!(killed.is_ok(), "seed {seed}");
-    }
+    for_each_seed(2, 1, |seed, _| kill_some(seed));
 }

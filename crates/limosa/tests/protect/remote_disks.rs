@@ -9,11 +9,11 @@ use limosa_storage::testing::SeededRandom;
 use limosa_testkit::{DiskFormat, Program, Vm, kill9, wait_gone};
 use rustix::process::Signal;
 
-use crate::disks::{Bed, setting};
+use crate::disks::Bed;
 use crate::line::Line;
 use crate::needs_newest_qemu;
 use crate::overlays::{assert_never_torn, start_writer, wait_writes};
-use crate::scene::{Failover, text};
+use crate::scene::{Failover, for_each_seed, text};
 use crate::stage::{limosa, wait_for, watchdog};
 
 const ANYWHERE: &str = "tcp:127.0.0.1:0";
@@ -81,8 +81,7 @@ impl Pair {
 #[test]
 fn a_vm_whose_host_is_killed_continues_at_its_keeper_on_a_disk_of_the_same_instant() {
     needs_newest_qemu!();
-    let first = setting("LIMOSA_PROTECT_SEED", 1);
-    for seed in first..first + setting("LIMOSA_PROTECT_KILLS", 3) {
+    for_each_seed(3, 1, |seed, _| {
         let mut chance = SeededRandom::new(seed);
         let format = if seed.is_multiple_of(2) { DiskFormat::Raw } else { DiskFormat::Qcow2 };
         let standby = !seed.is_multiple_of(3);
@@ -103,7 +102,7 @@ fn a_vm_whose_host_is_killed_continues_at_its_keeper_on_a_disk_of_the_same_insta
             pair.bed.assert_goes_on(pair.bed.failover());
         }
         pair.end_server();
-    }
+    });
 }
 
 #[test]

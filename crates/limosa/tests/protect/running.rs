@@ -1,4 +1,4 @@
-//! A VM that runs, whoever started it, and its gate.
+//! A VM that runs, booted or failed over, and its gate.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,6 @@
 //! A protected guest, and the directory of its checkpoints.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -222,6 +223,23 @@ impl<'a> Failover<'a> {
 #[track_caller]
 pub(crate) fn assert_follows(first: u32, last: u32, behind: u32) {
     assert!((last.saturating_sub(behind)..=last + 2).contains(&first), "pass {first} after {last}");
+}
+
+/// A number from the environment.
+fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// Tries seeds from `LIMOSA_PROTECT_SEED` on. They have `LIMOSA_PROTECT_KILLS` rounds together, or `kills`, and each
+/// has `most` at most. `lives` gets the seed and its rounds.
+pub(crate) fn for_each_seed(kills: u64, most: u64, lives: impl Fn(u64, u64)) {
+    let (mut seed, mut left) = (setting("LIMOSA_PROTECT_SEED", 1), setting("LIMOSA_PROTECT_KILLS", kills));
+    while left > 0 {
+        let rounds = left.min(most);
+        let lived = catch_unwind(AssertUnwindSafe(|| lives(seed, rounds)));
+        assert!(lived.is_ok(), "seed {seed}");
+        (seed, left) = (seed + 1, left - rounds);
+    }
 }
 
 /// A path as text; the tests' own paths are.
