@@ -12,6 +12,7 @@ use futures_util::task::AtomicWaker;
 use parking_lot::{Condvar, Mutex};
 
 use crate::counters::{Outcome, Tally};
+use crate::peer::{Peer, VmPeers};
 
 /// Whether requests may begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, strum::FromRepr)]
@@ -52,6 +53,10 @@ struct Members {
     present: Vec<Arc<Member>>,
     /// The work of those that are gone.
     gone: Tally,
+    /// Those of them that have written, since a moment.
+    gone_writers: VmPeers,
+    /// The last front end of a device.
+    front_end: Option<Arc<Peer>>,
 }
 
 /// The part of a client that others read. Aligned, so that no two clients share a cache line.
@@ -62,6 +67,8 @@ struct Member {
     busy: AtomicBool,
     /// It is a queue of a device.
     is_queue: bool,
+    /// The other end of its connection.
+    peer: Option<Arc<Peer>>,
     waker: AtomicWaker,
     tally: Mutex<Tally>,
 }
@@ -90,14 +97,37 @@ impl Clients {
         sum
     }
 
-    /// Adds a client.
-    pub(crate) fn join(self: &Arc<Self>) -> Client {
-        self.add(Member::default())
+    /// Adds a client at the other end of a connection.
+    pub(crate) fn join(self: &Arc<Self>, peer: Arc<Peer>) -> Client {
+        self.add(Member { peer: Some(peer), ..Member::default() })
     }
 
     /// Adds a queue of a device.
     pub(crate) fn join_queue(self: &Arc<Self>) -> Client {
         self.add(Member { is_queue: true, ..Member::default() })
+    }
+
+    /// Notes the front end of a device.
+    pub(crate) fn set_front_end(&self, peer: Arc<Peer>) {
+        self.members.lock().front_end = Some(peer);
+    }
+
+    /// Returns the peers of all clients, and of the device's front end, and forgets who has written before.
+    pub(crate) fn begin_peers(&self) -> VmPeers {
+        let mut members = self.members.lock();
+        members.gone_writers = VmPeers::default();
+        let mut peers = members.peers(|_| true);
+        members.front_end.iter().for_each(|front_end| peers.add(front_end));
+        peers
+    }
+
+    /// Returns the peers that have written: those that are here, and those that are gone since the last
+    /// [`begin_peers`](Self::begin_peers).
+    pub(crate) fn writers(&self) -> VmPeers {
+        let members = self.members.lock();
+        let mut writers = members.gone_writers.clone();
+        writers.add_all(&members.peers(Member::has_written));
+        writers
     }
 
     fn add(self: &Arc<Self>, member: Member) -> Client {
@@ -170,7 +200,21 @@ impl Clients {
     }
 }
 
+impl Members {
+    fn peers(&self, is_wanted: impl Fn(&Member) -> bool) -> VmPeers {
+        let mut peers = VmPeers::default();
+        let wanted = self.present.iter().filter(|member| is_wanted(member));
+        wanted.filter_map(|member| member.peer.as_ref()).for_each(|peer| peers.add(peer));
+        peers
+    }
+}
+
 impl Member {
+    fn has_written(&self) -> bool {
+        let counters = self.tally.lock().counters;
+        counters.writes + counters.zeroes > 0
+    }
+
     fn is_busy(&self) -> bool {
         self.busy.load(Ordering::SeqCst)
     }
@@ -235,6 +279,9 @@ impl Drop for Client {
         let mut members = self.clients.members.lock();
         members.present.retain(|member| !Arc::ptr_eq(member, &self.member));
         members.gone.add(&self.member.tally.lock());
+        if let Some(peer) = self.member.peer.as_ref().filter(|_| self.member.has_written()) {
+            members.gone_writers.add(peer);
+        }
         self.clients.fewer.notify_all();
     }
 }
@@ -249,10 +296,14 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
     const SHORT: Duration = Duration::from_millis(20);
 
+    fn anybody() -> Arc<Peer> {
+        Arc::new(Peer::Unknown)
+    }
+
     #[test]
     fn quiescing_waits_for_requests_in_flight_and_no_other_begins() {
         let clients = Arc::<Clients>::default();
-        let (one, two) = (clients.join(), clients.join());
+        let (one, two) = (clients.join(anybody()), clients.join(anybody()));
         assert_eq!(one.enter(), Access::Open);
         assert_eq!(clients.quiesce(SHORT), Err(NotQuiesced::Busy));
         assert_eq!(two.enter(), Access::Open, "a failed attempt holds nothing up");
@@ -277,7 +328,7 @@ mod tests {
     #[test]
     fn an_export_that_is_ended_is_neither_quiesced_nor_resumed() {
         let clients = Arc::<Clients>::default();
-        let client = clients.join();
+        let client = clients.join(anybody());
         assert_eq!(clients.quiesce(SHORT), Ok(true));
         clients.end(Access::Cut);
         clients.end(Access::Ended);
@@ -291,7 +342,7 @@ mod tests {
     #[test]
     fn counters_of_clients_that_are_gone_stay() {
         let clients = Arc::<Clients>::default();
-        let (one, two) = (clients.join(), clients.join());
+        let (one, two) = (clients.join(anybody()), clients.join(anybody()));
         for client in [&one, &two] {
             let outcome = Outcome { kind: RequestKind::Read, length: 512, failed: false, time: SHORT };
             let mut done = vec![outcome; 3];
@@ -312,7 +363,7 @@ mod tests {
         let (in_flight, over) = (Arc::<AtomicU8>::default(), Arc::<AtomicBool>::default());
         let threads: Vec<_> = (0..3)
             .map(|_| {
-                let (client, in_flight, over) = (clients.join(), Arc::clone(&in_flight), Arc::clone(&over));
+                let (client, in_flight, over) = (clients.join(anybody()), Arc::clone(&in_flight), Arc::clone(&over));
                 thread::spawn(move || {
                     while !over.load(Ordering::Relaxed) {
                         if client.enter() == Access::Open {
@@ -331,5 +382,22 @@ mod tests {
         }
         over.store(true, Ordering::Relaxed);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
+    }
+
+    #[test]
+    fn who_has_written_is_known_when_it_is_gone_and_who_has_read_is_not() {
+        let clients = Arc::<Clients>::default();
+        let there = clients.join(Arc::new(Peer::OtherHost));
+        assert!(clients.begin_peers().has_other_hosts());
+        drop(there);
+        let (reader, writer) = (clients.join(anybody()), clients.join(Arc::new(Peer::OtherHost)));
+        let of = |kind| vec![Outcome { kind, length: 512, failed: false, time: SHORT }];
+        reader.count(&mut of(RequestKind::Read));
+        assert!(!clients.writers().has_other_hosts());
+        writer.count(&mut of(RequestKind::Zero));
+        assert!(clients.writers().has_other_hosts() && clients.writers().are_recognized());
+        drop((reader, writer));
+        assert!(clients.writers().has_other_hosts() && clients.writers().are_recognized());
+        assert!(!clients.begin_peers().has_other_hosts() && !clients.writers().has_other_hosts());
     }
 }

@@ -15,6 +15,7 @@ use crate::counters::{ExportCounters, Latencies};
 use crate::failure_log::FailureLog;
 use crate::medium::{Drive, Medium};
 use crate::nbd::context::BITMAPS_MAX;
+use crate::peer::Peer;
 use crate::protection::Protection;
 use limosa_nbd::protocol::MAX_STRING;
 
@@ -99,6 +100,12 @@ pub enum ExportError {
         /// The name of its keeper.
         keeper: String,
     },
+    /// The VM could come back to its disk.
+    #[error(
+        "the VM of the export {0:?} could come back: its connection is over TCP on this host, or was not there when \
+         protection began"
+    )]
+    Unrecognized(String),
     /// The name of a keeper is empty or too long.
     #[error("the name of a keeper has 1 to 256 bytes")]
     Keeper,
@@ -520,9 +527,14 @@ impl Export {
         self.clients.access() == Access::Cut
     }
 
-    /// Adds a client.
-    pub(crate) fn join(&self) -> Client {
-        self.clients.join()
+    /// Adds a client at the other end of a connection.
+    pub(crate) fn join(&self, peer: Arc<Peer>) -> Client {
+        self.clients.join(peer)
+    }
+
+    /// Returns its clients.
+    pub(crate) const fn clients(&self) -> &Arc<Clients> {
+        &self.clients
     }
 
     /// Adds a queue of a device.

@@ -7,10 +7,14 @@ use parking_lot::RwLock;
 
 use crate::counters::ExportCounters;
 use crate::export::{Export, ExportError};
+use crate::peer::{Peer, Refusals, VmPeers};
 
 /// The exports of a server. A clone is the same set.
 #[derive(Debug, Clone, Default)]
-pub struct Exports(Arc<RwLock<Vec<Arc<Export>>>>);
+pub struct Exports {
+    all: Arc<RwLock<Vec<Arc<Export>>>>,
+    refusals: Arc<RwLock<Refusals>>,
+}
 
 impl Exports {
     /// Creates an empty set.
@@ -24,7 +28,7 @@ impl Exports {
     /// # Errors
     /// [`ExportError::Exists`].
     pub fn add(&self, export: Export) -> Result<Arc<Export>, ExportError> {
-        let mut exports = self.0.write();
+        let mut exports = self.all.write();
         if exports.iter().any(|other| other.name() == export.name()) {
             return Err(ExportError::Exists(export.name().to_owned()));
         }
@@ -36,7 +40,27 @@ impl Exports {
     /// Returns the export with a name.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<Arc<Export>> {
-        self.0.read().iter().find(|export| export.name() == name).cloned()
+        self.all.read().iter().find(|export| export.name() == name).cloned()
+    }
+
+    /// Returns the export with a name, for a client that is not refused there.
+    pub(crate) fn find_for(&self, name: &str, peer: &Peer) -> Option<Arc<Export>> {
+        if self.refuses(name, peer) { None } else { self.find(name) }
+    }
+
+    /// Whether a client is refused at an export.
+    pub(crate) fn refuses(&self, export: &str, peer: &Peer) -> bool {
+        let is_refused = self.refusals.read().has(export, peer);
+        if is_refused {
+            tracing::info!(export, "a client is refused: its VM was dropped");
+        }
+        is_refused
+    }
+
+    /// Refuses the VM of an export from now on, also when another export gets the name; those of other hosts if
+    /// `other_hosts`.
+    pub(crate) fn refuse(&self, export: &str, peers: &VmPeers, other_hosts: bool) {
+        self.refusals.write().add(export, peers, other_hosts);
     }
 
     /// Removes an export: no client finds it any more, those that it has are ended, and its disk is flushed, closed and
@@ -54,7 +78,7 @@ impl Exports {
             export.flush()?;
         }
         let removed = {
-            let mut exports = self.0.write();
+            let mut exports = self.all.write();
             let at = exports.iter().position(|export| export.name() == name);
             let at = at.ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
             if let Some(export) = exports.get(at) {
@@ -70,13 +94,13 @@ impl Exports {
 
     /// Has no client find an export any more.
     pub(crate) fn forget(&self, export: &Arc<Export>) {
-        self.0.write().retain(|other| !Arc::ptr_eq(other, export));
+        self.all.write().retain(|other| !Arc::ptr_eq(other, export));
     }
 
     /// Returns all of them, in the order in which they were added.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<Export>> {
-        self.0.read().clone()
+        self.all.read().clone()
     }
 }
 

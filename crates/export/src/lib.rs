@@ -31,12 +31,14 @@ mod failure_log;
 mod gathered;
 mod medium;
 pub mod nbd;
+mod peer;
 mod protection;
 pub mod vhost_user_blk;
 
 pub use counters::{ExportCounters, Latencies, RequestKind};
 pub use export::{Export, ExportError};
 pub use exports::Exports;
+pub use peer::VmPeers;
 pub use protection::ProtectionStatus;
 
 /// The example of the README, compiled.

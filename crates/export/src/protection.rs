@@ -16,6 +16,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::clients::Access;
 use crate::export::{Export, ExportError};
 use crate::exports::Exports;
+use crate::peer::VmPeers;
 
 /// The most bytes of a keeper's name.
 const KEEPER_MAX: usize = 256;
@@ -28,6 +29,8 @@ pub struct ProtectionStatus {
     pub keeper: String,
     /// Its epochs.
     pub epochs: EpochStatus,
+    /// The peers that may be its VM.
+    pub peers: VmPeers,
     /// Why kept epochs could not be brought to the image the last time; they are in the log.
     pub failure: Option<String>,
 }
@@ -38,6 +41,8 @@ pub(crate) struct Protection {
     keeper: String,
     disk: Arc<EpochDisk>,
     merging: Arc<Merging>,
+    /// Those that were connected when it began.
+    peers: VmPeers,
 }
 
 /// Orders to the thread that merges.
@@ -55,11 +60,11 @@ struct Orders {
 }
 
 impl Protection {
-    fn start(export: &str, keeper: &str, disk: Arc<EpochDisk>) -> std::io::Result<Self> {
+    fn start(export: &str, keeper: &str, disk: Arc<EpochDisk>, peers: VmPeers) -> std::io::Result<Self> {
         let (merging, merged, export) = (Arc::<Merging>::default(), Arc::clone(&disk), export.to_owned());
         let waits = Arc::clone(&merging);
         thread::Builder::new().name("epochs".into()).spawn(move || waits.run(&export, &merged))?;
-        Ok(Self { keeper: keeper.to_owned(), disk, merging })
+        Ok(Self { keeper: keeper.to_owned(), disk, merging, peers })
     }
 }
 
@@ -118,7 +123,8 @@ impl Export {
             let log = log()?;
             let begun = block_on(EpochDisk::begin(self.disk(), log, options));
             let disk = begun.map_err(ExportError::from)?;
-            let protection = Protection::start(self.name(), keeper, Arc::clone(&disk));
+            let peers = self.clients().begin_peers();
+            let protection = Protection::start(self.name(), keeper, Arc::clone(&disk), peers);
             let protection = protection.map_err(|error| ExportError::Thread(Arc::new(error)))?;
             *self.protection.lock() = Some(protection);
             self.put(disk);
@@ -130,11 +136,19 @@ impl Export {
     #[must_use]
     pub fn protection(&self) -> Option<ProtectionStatus> {
         let protection = self.protection.lock();
-        protection.as_ref().map(|Protection { keeper, disk, merging }| ProtectionStatus {
+        protection.as_ref().map(|Protection { keeper, disk, merging, peers }| ProtectionStatus {
             keeper: keeper.clone(),
             epochs: disk.status(),
+            peers: self.vm_peers(peers),
             failure: merging.orders.lock().failure.clone(),
         })
+    }
+
+    /// Returns the peers that may be its VM: those that were there when protection began, and who has written since.
+    fn vm_peers(&self, begun: &VmPeers) -> VmPeers {
+        let mut peers = begun.clone();
+        peers.add_all(&self.clients().writers());
+        peers
     }
 
     /// Seals the open epoch, as [`EpochDisk::seal`] does: while the VM is stopped, and all its requests are answered.
@@ -205,24 +219,37 @@ impl Export {
 impl Exports {
     /// Drops all that the VM of an export wrote after an epoch, which is kept first if it is sealed. All requests fail
     /// from then on, its clients are cut off, and the export is removed; its image is as of that epoch, durably, closed
-    /// and unlocked. `cut_devices` ends the devices of the export. Blocks until it is done.
+    /// and unlocked. `cut_devices` ends the devices of the export. The VM is refused from then on under this name, as
+    /// far as it is recognized; with `fence` it must be, and clients of other hosts are refused if it was one. Returns
+    /// the VM's peers. Blocks until it is done.
     ///
     /// # Errors
-    /// [`ExportError::NotFound`]; as of [`Export::seal_epoch`]; there is no such epoch: nothing has changed then. The
+    /// [`ExportError::NotFound`]; [`ExportError::Unrecognized`], with `fence`; as of [`Export::seal_epoch`]; there is
+    /// no such epoch: nothing has changed then. The
     /// image or the log fails: requests fail from then on, and dropping can be tried again.
     pub fn drop_after(
         &self,
         name: &str,
-        (keeper, epoch): (&str, u64),
+        (keeper, epoch, fence): (&str, u64, bool),
         cut_devices: impl FnOnce(&Arc<Export>),
-    ) -> Result<(), ExportError> {
+    ) -> Result<VmPeers, ExportError> {
         let export = self.find(name).ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
         let (disk, _) = export.protected_by(keeper)?;
+        let recognized = || {
+            let peers = export.protection().map(|status| status.peers).unwrap_or_default();
+            let is_unsure = fence && !peers.are_recognized();
+            if is_unsure { Err(ExportError::Unrecognized(name.to_owned())) } else { Ok(peers) }
+        };
+        recognized()?;
         // First of all: nothing that a client sends from now on has an effect.
         block_on(disk.drop_after(epoch))?;
+        // Nobody writes any more, so nobody is added.
+        let peers = recognized()?;
+        self.refuse(name, &peers, fence);
         self.forget(&export);
         export.end_clients(Access::Cut);
         cut_devices(&export);
-        export.close_dropped()
+        export.close_dropped()?;
+        Ok(peers)
     }
 }

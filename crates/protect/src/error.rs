@@ -9,6 +9,8 @@ use limosa_qemu::qmp::QmpError;
 use limosa_qemu::{JobError, JobRecordError};
 use limosa_snapshot::SnapshotError;
 
+use crate::gate::GateError;
+
 /// Why a VM is not protected, or not any more. The causes are in [`source`](std::error::Error::source).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -131,5 +133,14 @@ impl ProtectError {
     /// QEMU gave up, with its own message if it has one.
     pub(crate) fn gave_up(said: Option<String>) -> Self {
         Self::Failed { reason: said.unwrap_or_else(unsaid) }
+    }
+
+    /// Whether the VM was failed over, as its keeper or a gate says.
+    pub(crate) fn is_failed_over(&self) -> bool {
+        match self {
+            Self::TakenOver { .. } => true,
+            Self::Gate(error) => matches!(error.downcast_ref(), Some(GateError::FailedOver { .. })),
+            _ => false,
+        }
     }
 }

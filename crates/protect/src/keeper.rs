@@ -162,7 +162,9 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
         let vm_state = monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string());
         Left { vm_state, tidied: true, stands_still: true }
     } else {
-        if let Ok(Ended { kept: Kept { end: Err(ProtectError::TakenOver { .. }), .. }, .. }) = &done {
+        if let Ok(Ended { kept: Kept { end: Err(error), .. }, .. }) = &done
+            && error.is_failed_over()
+        {
             stop_for_good(monitor, &mut record, notice);
         }
         end(monitor, &record, options, notice)

@@ -16,6 +16,7 @@
 //! | checkpoints without COLO | `background` |
 //! | filters in QEMU, for a VM without gates | `filters` |
 //! | overlays of disks that QEMU opens itself | `overlays` |
+//! | what refuses a VM that was failed over and may still run | `fence` |
 //! | what is counted | [`ProtectReport`], [`KeptBase`], [`KeptCheckpoint`] |
 //!
 //! Facts found with QEMU 11.1 that it rests on: the VM stands still from the end of the base until its answer, and from
@@ -53,6 +54,7 @@
 mod aside;
 mod background;
 mod error;
+mod fence;
 mod filters;
 pub mod gate;
 mod guard;
@@ -70,11 +72,12 @@ mod standby;
 mod times;
 
 pub use error::ProtectError;
+pub use fence::{Uncovered, find_uncovered};
 pub use keeper::{CheckpointTarget, ProtectRequest, protect};
 pub use options::{CheckpointMethod, CheckpointTiming, OnLoss, ProtectDisks, ProtectOptions};
 pub use remote::{
-    Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, KeeperAddress, StandbyOptions, Survivor, bring_disks,
-    keep, take_over,
+    Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, KeeperAddress, StandbyOptions, Survivor, give_back,
+    has_survivor, keep, take_over,
 };
 pub use report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
 pub use standby::Continued;

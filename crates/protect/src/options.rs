@@ -8,6 +8,7 @@ use limosa_migrate::output::OutputGates;
 use limosa_qemu::explain_background_refusal;
 use limosa_qemu::monitor::{Monitor, SettingChange};
 use limosa_snapshot::CheckpointOptions;
+use uuid::Uuid;
 
 use crate::error::ProtectError;
 
@@ -132,6 +133,11 @@ pub struct ProtectOptions {
     pub filters: bool,
     /// Treatment of disks.
     pub disks: ProtectDisks,
+    /// The control sockets of the VM's gates, absolute: its checkpoints have them, and a failover fences there.
+    pub gates: Vec<PathBuf>,
+    /// The protection's id, by which gates, keepers and servers of disks know it: one that no other has. `None`: a new
+    /// one.
+    pub id: Option<Uuid>,
     /// How checkpoints are kept.
     pub store: CheckpointOptions,
 }
@@ -157,6 +163,8 @@ impl Default for ProtectOptions {
             buffer: 128 << 20,
             filters: false,
             disks: ProtectDisks::Served(Vec::new()),
+            gates: Vec::new(),
+            id: None,
             store: CheckpointOptions::default(),
         }
     }

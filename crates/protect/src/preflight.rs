@@ -5,7 +5,7 @@ use std::time::Duration;
 use limosa_qemu::monitor::{Device, Monitor, NetworkBackend, RunState, Settings};
 use limosa_qemu::qmp::Version;
 use limosa_qemu::{EpochDisks, EpochOverlays, background_settings};
-use limosa_snapshot::{Manifest, Transport};
+use limosa_snapshot::{FenceScope, Manifest, Transport};
 
 use crate::error::ProtectError;
 use crate::options::{CheckpointMethod, CheckpointTiming, ProtectDisks, ProtectOptions};
@@ -78,6 +78,7 @@ impl Preflight {
             return refused(format!("device {} ({}) cannot be in checkpoints", device.id, device.kind));
         }
         let mut manifest = Manifest::new();
+        manifest.id = options.id.unwrap_or(manifest.id);
         let disks = match &options.disks {
             ProtectDisks::Served(servers) if servers.is_empty() => refuse_disks(monitor, &devices)?,
             ProtectDisks::Served(_) if options.method == CheckpointMethod::Background => {
@@ -103,6 +104,8 @@ impl Preflight {
         if gates > 0 {
             check_gates(&monitor.network_backends()?, gates)?;
         }
+        manifest.protection = Some(manifest.id);
+        manifest.fence_scope = Some(fence_scope(monitor, &devices, options)?);
         manifest.qemu_version = Some(version.to_string());
         manifest.machine = Some(monitor.machine()?);
         manifest.guest_memory = monitor.guest_memory()?;
@@ -157,6 +160,16 @@ impl Preflight {
         }
         wish
     }
+}
+
+/// Returns what a fence of the VM has to cover.
+fn fence_scope(monitor: &Monitor, devices: &[Device], options: &ProtectOptions) -> Result<FenceScope, ProtectError> {
+    let mut scope = FenceScope::default();
+    scope.networks = monitor.network_backends()?.into_iter().map(|network| network.id).collect();
+    scope.gates.clone_from(&options.gates);
+    let external = devices.iter().filter(|device| device.is_external_disk()).map(|device| device.id.clone());
+    scope.disks = monitor.disks()?.into_iter().map(|disk| disk.device).chain(external).collect();
+    Ok(scope)
 }
 
 /// Refuses a VM that has writable disks.

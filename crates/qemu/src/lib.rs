@@ -61,7 +61,10 @@ mod watchdog;
 pub use conflict::{Conflict, DiskConflict, JobOption, MissingPermission, RendezvousConflict, StateConflict};
 pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
 pub use detached::{IncomingFrom, launch_detached};
-pub use disk_server::{EpochDisks, drop_after as drop_disks_after, refuse_changed as refuse_changed_disks};
+pub use disk_server::{
+    DroppedDisk, EpochDisks, drop_after as drop_disks_after, find_unfenced_disks,
+    refuse_changed as refuse_changed_disks,
+};
 pub use file_identity::{FileId, is_same_file};
 pub use guest_agent::{AgentAnswers, ClockSet, GuestAgentError, GuestClock, TooManyBytes};
 pub use job::{JobContext, JobError, NotConverging};

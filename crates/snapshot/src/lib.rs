@@ -63,6 +63,7 @@ mod comparison;
 mod disks;
 mod error;
 mod export;
+mod fence_scope;
 mod foreign;
 mod fuzz;
 mod layout;
@@ -94,6 +95,7 @@ pub use comparison::{
 };
 pub use disks::{BackingFile, Disk, DiskChange, DiskDifference, OverlaidDisk, ProtectedDisk, check_disks};
 pub use error::{InvalidWorkingSet, SnapshotError};
+pub use fence_scope::FenceScope;
 pub use foreign::{
     ByteOrder, Decompressor, Foreign, ForeignError, Imported, InvalidSaveImage, SAVE_IMAGE_HEADER_LENGTH,
     SAVE_IMAGE_XML_LIMIT, SaveHeader, SaveImage, SaveImageFormat,

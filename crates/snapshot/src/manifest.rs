@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use crate::disks::{Disk, OverlaidDisk, ProtectedDisk};
+use crate::fence_scope::FenceScope;
 
 /// The record in a snapshot's trailer, as JSON.
 ///
@@ -59,7 +60,7 @@ pub struct Manifest {
     /// The number of the checkpoint in its series, where the file is one: 0 is the base.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<u64>,
-    /// The protection that the checkpoint is of, where it was sent to a keeper on another host.
+    /// The protection that the checkpoint is of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection: Option<Uuid>,
     /// Whether every page that is not stored reads as zero at its place in the file, so that a RAM block's part of the
@@ -80,6 +81,10 @@ pub struct Manifest {
     /// The disks that belong to a checkpoint and have overlays of their own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlaid_disks: Vec<OverlaidDisk>,
+    /// The parts of a protected VM that a fence has to cover; absent where nobody has looked: the VM's own limosa is
+    /// older, or it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fence_scope: Option<FenceScope>,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub unknown_keys: Map<String, Value>,
@@ -108,6 +113,7 @@ impl Manifest {
             disks: Vec::new(),
             protected_disks: Vec::new(),
             overlaid_disks: Vec::new(),
+            fence_scope: None,
             unknown_keys: Map::new(),
         }
     }

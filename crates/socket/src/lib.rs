@@ -3,7 +3,8 @@
 //! The laws of this crate: the file is never accessible to others than the caller wants, not even for a moment (mode
 //! 0600 from the first, and [`SocketAccess`] before a client can connect); a
 //! file that is in use, or is no socket, is left alone, also when several processes start at once (the `lock` module);
-//! what was made is removed with its [`SocketFile`], and nothing else is.
+//! what was made is removed with its [`SocketFile`], and nothing else is; a process that has connected is recognized
+//! when it comes back, and none is taken for it that has got its number ([`PeerProcess`]).
 //!
 //! ```
 //! # fn main() -> std::io::Result<()> {
@@ -18,6 +19,7 @@
 //! ```
 
 mod lock;
+mod peer;
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -29,6 +31,7 @@ use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 use lock::Lock;
+pub use peer::PeerProcess;
 
 /// How long others may be about to listen at the same path. Each of them needs a fraction of a millisecond.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -1,5 +1,6 @@
 //! The interface of a device to the server.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::task::Context;
 
@@ -97,6 +98,11 @@ pub trait Device: Send + Sync {
     /// The guest's memory, initially or after a change. Buffers that were taken out of a ring before still refer to the
     /// memory of that time.
     fn set_memory(&self, memory: Arc<Ram>);
+
+    /// Whether a front end that has connected is served; its socket. One that is not is disconnected.
+    fn accepts(&self, _front_end: BorrowedFd<'_>) -> bool {
+        true
+    }
 
     /// A front end has connected; the handle can be used until [`FrontEnd::is_connected`] returns false.
     fn front_end_connected(&self, front_end: FrontEnd);

@@ -89,7 +89,7 @@ pub struct Server {
     queues: usize,
     path: PathBuf,
     listener: OwnedFd,
-    _file: SocketFile,
+    file: Arc<SocketFile>,
     stop: Arc<OwnedFd>,
     faults: Arc<Faults>,
     /// How memory that comes by postcopy is waited for, if that is possible.
@@ -150,10 +150,36 @@ impl Server {
             queues,
             path: path.to_owned(),
             listener,
-            _file: file,
+            file: Arc::new(file),
             stop: Arc::new(stop),
             faults: Arc::default(),
             connections: AtomicU64::new(0),
+            has_front_end: AtomicBool::new(false),
+        })
+    }
+
+    /// Returns a server of another device at the same socket, once this one has been stopped: front ends that connect
+    /// meanwhile wait for it. It waits for memory as this one does.
+    ///
+    /// # Errors
+    /// The device has too many queues, or the kernel has no descriptor left.
+    pub fn successor(&self, device: Arc<dyn Device>) -> Result<Self, ServerError> {
+        let queues = device.num_queues();
+        if queues > MAX_QUEUES {
+            return Err(ServerError::Queues { got: queues });
+        }
+        let failed = |source: io::Error| ServerError::Listen { path: self.path.clone(), source };
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
+        Ok(Self {
+            forwarded: self.forwarded.clone(),
+            device,
+            queues,
+            path: self.path.clone(),
+            listener: self.listener.try_clone().map_err(failed)?,
+            file: Arc::clone(&self.file),
+            stop: Arc::new(stop),
+            faults: Arc::clone(&self.faults),
+            connections: AtomicU64::new(self.connection_count()),
             has_front_end: AtomicBool::new(false),
         })
     }
@@ -196,6 +222,7 @@ impl Server {
                 return Ok(());
             }
             match accept_with(&self.listener, SocketFlags::CLOEXEC) {
+                Ok(socket) if !self.device.accepts(socket.as_fd()) => {}
                 Ok(socket) => {
                     self.connections.fetch_add(1, Ordering::Relaxed);
                     self.has_front_end.store(true, Ordering::Relaxed);

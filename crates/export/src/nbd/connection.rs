@@ -24,6 +24,7 @@ use super::negotiation::Encryption;
 use super::transmission::{Ending, Transmission};
 use crate::exports::Exports;
 use crate::failure_log::FailureLog;
+use crate::peer::Peer;
 
 /// The stage of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +75,7 @@ pub(super) struct Connection {
     pub(super) input: Pollable,
     pub(super) output: Pollable,
     way: Way,
+    peer: Arc<Peer>,
     in_handshake: AtomicBool,
     activity: AtomicU8,
     /// Milliseconds since the server's beginning at which the connection is cut; 0: never.
@@ -103,6 +105,7 @@ impl Connection {
             input,
             output,
             way,
+            peer: Arc::new(Peer::of(read)),
             in_handshake: AtomicBool::new(true),
             activity: AtomicU8::new(activity::TRIMMED),
             deadline: AtomicU64::new(0),
@@ -116,6 +119,11 @@ impl Connection {
 
     pub(super) fn limits(&self) -> &Limits {
         &self.common.limits
+    }
+
+    /// The other end.
+    pub(super) const fn peer(&self) -> &Arc<Peer> {
+        &self.peer
     }
 
     pub(super) fn counting(&self) -> &Counting {

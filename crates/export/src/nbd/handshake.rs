@@ -3,6 +3,8 @@
 //! Laws: it takes a bounded time, which the server watches over: it cuts the connection. Nothing is received ahead of
 //! what is needed, so bytes behind a request for TLS are TLS, or break it.
 
+use std::sync::Arc;
+
 use limosa_channel::{Channel, ChannelError, Tls};
 use limosa_page::to_usize;
 
@@ -48,7 +50,7 @@ pub(super) fn shake_hands(
     channel.read_exact(&mut flags)?;
     let client = ClientFlags::decode(flags).ok_or(HandshakeError::Protocol("the client has unknown flags"))?;
     let encryption = tls.map_or(Encryption::Off, |(_, encryption)| encryption);
-    let mut negotiation = Negotiation::new(exports.clone(), client, encryption);
+    let mut negotiation = Negotiation::new((exports.clone(), Arc::clone(connection.peer())), client, encryption);
     for _ in 0..OPTIONS_MAX {
         let mut header = [0; OPTION_HEADER_LEN];
         channel.read_exact(&mut header)?;

@@ -9,6 +9,7 @@ use super::context::Contexts;
 use crate::export::Export;
 use crate::exports::Exports;
 use crate::medium::Medium;
+use crate::peer::Peer;
 use limosa_nbd::protocol::Headers;
 use limosa_nbd::protocol::MAX_PAYLOAD;
 use limosa_nbd::protocol::handshake::{
@@ -61,6 +62,8 @@ pub(crate) enum Step {
 #[derive(Debug)]
 pub(crate) struct Negotiation {
     exports: Exports,
+    /// The other end of the connection.
+    peer: Arc<Peer>,
     client: ClientFlags,
     encryption: Encryption,
     encrypted: bool,
@@ -70,9 +73,11 @@ pub(crate) struct Negotiation {
 }
 
 impl Negotiation {
-    pub(crate) fn new(exports: Exports, client: ClientFlags, encryption: Encryption) -> Self {
+    /// Begins one with a client at the other end of a connection.
+    pub(crate) fn new((exports, peer): (Exports, Arc<Peer>), client: ClientFlags, encryption: Encryption) -> Self {
         Self {
             exports,
+            peer,
             client,
             encryption,
             encrypted: false,
@@ -140,7 +145,7 @@ impl Negotiation {
         if self.headers == Headers::Extended {
             return Step::Disconnect("EXPORT_NAME is not allowed with extended headers");
         }
-        let Some(export) = export_name(data).ok().and_then(|name| self.exports.find(name)) else {
+        let Some(export) = export_name(data).ok().and_then(|name| self.exports.find_for(name, &self.peer)) else {
             return Step::Disconnect("an export of that name does not exist, and EXPORT_NAME cannot say so");
         };
         push_export_name_reply(replies, export.size(), self.flags(&export), self.client);
@@ -168,7 +173,7 @@ impl Negotiation {
             push_option_reply(replies, option, OptionReply::Invalid, b"");
             return Step::Next;
         };
-        let Some(export) = self.exports.find(query.name) else {
+        let Some(export) = self.exports.find_for(query.name, &self.peer) else {
             push_option_reply(replies, option, OptionReply::Unknown, b"");
             return Step::Next;
         };
@@ -212,7 +217,9 @@ impl Negotiation {
             return reply(OptionReply::Invalid, b"");
         }
         let Ok(query) = ContextQuery::decode(data) else { return reply(OptionReply::Invalid, b"") };
-        let Some(export) = self.exports.find(query.name) else { return reply(OptionReply::Unknown, b"") };
+        let Some(export) = self.exports.find_for(query.name, &self.peer) else {
+            return reply(OptionReply::Unknown, b"");
+        };
         let (queries, bitmaps) = (&query.queries, export.bitmap_names());
         let found = if sets { Contexts::chosen(queries, bitmaps) } else { Contexts::listed(queries, bitmaps) };
         for context in found.iter() {

@@ -125,7 +125,7 @@ impl<'a> Transmission<'a> {
             has_contexts: !contexts.is_empty(),
         };
         let budget = connection.budget();
-        let (buffers, client) = (Buffers::new(Arc::clone(budget)), export.join());
+        let (buffers, client) = (Buffers::new(Arc::clone(budget)), export.join(Arc::clone(connection.peer())));
         Self {
             channel,
             connection,

@@ -6,6 +6,7 @@
 
 use std::future::{Future as _, poll_fn};
 use std::num::NonZeroUsize;
+use std::os::fd::BorrowedFd;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,6 +24,8 @@ use super::polling::Polling;
 use super::queue::{Mode, Queue};
 use super::request::ID_LENGTH;
 use crate::export::Export;
+use crate::exports::Exports;
+use crate::peer::Peer;
 
 /// Least number of queues, if none is asked for. A front end that wants more than a device has fails; one that is
 /// configured for four must work on a host with fewer cores.
@@ -69,6 +72,8 @@ impl VhostUserBlkOptions {
 #[derive(Debug)]
 pub struct VhostUserBlk {
     export: Arc<Export>,
+    /// The set of the export, which knows who is refused.
+    exports: Option<Exports>,
     queues: Vec<Queue>,
     threads: usize,
     acked: AtomicU64,
@@ -93,12 +98,20 @@ impl VhostUserBlk {
             // A copy of the export's handle for each queue: see `Target`.
             queues: (0..queues).map(|_| Queue::new(target.clone())).collect(),
             export,
+            exports: None,
             threads,
             acked: AtomicU64::new(0),
             write_back: AtomicBool::new(true),
             is_mode_unknown: AtomicBool::new(false),
             front_end: Mutex::new(None),
         }
+    }
+
+    /// Refuses front ends whose VM was [dropped](Exports::drop_after) from the export of this name.
+    #[must_use]
+    pub fn of(mut self, exports: Exports) -> Self {
+        self.exports = Some(exports);
+        self
     }
 
     /// Returns its export.
@@ -213,6 +226,15 @@ impl Device for VhostUserBlk {
     }
 
     fn set_memory(&self, _memory: Arc<Ram>) {}
+
+    fn accepts(&self, front_end: BorrowedFd<'_>) -> bool {
+        let peer = Arc::new(Peer::of(front_end));
+        let is_refused = self.exports.as_ref().is_some_and(|exports| exports.refuses(self.export.name(), &peer));
+        if !is_refused {
+            self.export.clients().set_front_end(peer);
+        }
+        !is_refused
+    }
 
     fn front_end_connected(&self, front_end: FrontEnd) {
         *self.front_end.lock() = Some(front_end);

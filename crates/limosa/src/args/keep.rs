@@ -73,6 +73,11 @@ pub(crate) struct KeeperArgs {
     )]
     pub(crate) disk_server: Vec<PathBuf>,
 
+    /// Have the gate at this socket (see `limosa protect gate`) refuse the VM before a failover, if it runs on this host.
+    /// With one for each network, and --disk-server for each disk, neither --fence nor --fenced is needed
+    #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path), requires = "command")]
+    pub(crate) gate: Vec<PathBuf>,
+
     /// How long QEMU may take to start
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "60s")]
     pub(crate) start_within: Duration,
@@ -92,8 +97,8 @@ impl KeeperArgs {
         if !self.uri.is_socket() {
             return Some("limosa keep needs several connections: listen on tcp:HOST:PORT or unix:PATH");
         }
-        if !self.command.is_empty() && !self.fenced && self.fence.is_none() {
-            return Some("a failover needs --fence COMMAND, or --fenced: at most one side may run the VM");
+        if !self.command.is_empty() && !self.fenced && self.fence.is_none() && self.gate.is_empty() {
+            return Some("a failover needs --fence COMMAND, --fenced or --gate: at most one side may run the VM");
         }
         self.tls.contradiction(&self.uri)
     }

@@ -23,7 +23,8 @@ use super::{HowArgs, SteerArgs, TlsClientArgs};
 limosa protect gate /run/vm.gate --listen /run/vm.net --net tap:tap0\n  \
 limosa protect --qmp /run/vm.qmp /srv/vm --every event --gate /run/vm.gate\n  \
 limosa protect --qmp /run/vm.qmp --to tcp:backup:4447 --tls-creds /etc/pki/qemu   (there: limosa keep)\n  \
-limosa protect failover /srv/vm --fence 'ssh host poweroff' -- qemu-system-x86_64 -m 4G ...\n\n\
+limosa protect failover /srv/vm --fence 'ssh host poweroff' -- qemu-system-x86_64 -m 4G ...\n  \
+limosa protect failover /srv/vm --gate /run/vm.gate --disk-server /run/vm.disks -- qemu-system-x86_64 -m 4G ...\n\n\
 DIR/checkpoint.limosa is at every moment a whole snapshot. The VM needs QEMU 11.1, or 10.0.7 with KVM. Without --gate \
 its network output is not held back: after a failover, others may have seen what the VM no longer knows."
 )]
@@ -263,7 +264,7 @@ fn parse_timing(text: &str) -> Result<CheckpointTiming, String> {
 
 #[derive(Debug, Args)]
 #[command(
-    group = ArgGroup::new("fencing").args(["fenced", "fence"]).required(true),
+    group = ArgGroup::new("fencing").args(["fenced", "fence"]),
     after_help = "Terminal, signals and exit status are QEMU's. limosa prints nothing unless it fails or -v is given."
 )]
 pub(crate) struct FailoverArgs {
@@ -278,6 +279,11 @@ pub(crate) struct FailoverArgs {
     /// A shell command that makes sure of that; it must exit with 0
     #[arg(long, value_name = "COMMAND")]
     pub(crate) fence: Option<OsString>,
+
+    /// Have the gate at this socket refuse the protected VM from now on (see `limosa protect gate`). With one for each
+    /// of its networks, and a --disk-server for each of its writable disks, neither --fence nor --fenced is needed
+    #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path))]
+    pub(crate) gate: Vec<PathBuf>,
 
     #[command(flatten)]
     pub(crate) how: HowArgs,

@@ -235,9 +235,14 @@ pub(crate) enum ServeCtlCommand {
         #[command(flatten)]
         epoch: ServeEpochArgs,
 
-        /// Serve the image again under the same name: the VM is off for certain
+        /// Serve the image again under the same name. The VM's process is refused there, if it is connected to a unix
+        /// socket; otherwise the VM must be off
         #[arg(long)]
         serve_again: bool,
+
+        /// Refuse the command unless the VM is recognized when it comes back: it is not known to be off
+        #[arg(long)]
+        fence: bool,
     },
     /// End protection: the open epoch becomes the image's, too
     Unprotect {

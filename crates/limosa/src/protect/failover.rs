@@ -1,19 +1,21 @@
 //! `limosa protect failover`: the VM continues from its newest checkpoint.
 //!
-//! Laws: **at most one side runs the VM.** A checkpoint says nothing about whether the protected VM still runs, so the
-//! caller says that it does not, or gives a command that makes sure of it. **Memory and disks are of one instant**:
-//! disks that belong to the checkpoint are brought to it first.
+//! Laws: **at most one side runs the VM.** A checkpoint says nothing about whether the protected VM still runs, so that
+//! is [fenced](Fence) first, and a VM that continues already is found by the record of its directory. **Memory and disks
+//! are of one instant**: disks that belong to the checkpoint are brought to it first.
 
-use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::cell::Cell;
+use std::path::Path;
+use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
-use limosa_protect::{bring_disks, take_over};
-use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Snapshot, SnapshotError};
+use anyhow::bail;
+use limosa_console::{anyhow_error_line, say};
+use limosa_protect::{give_back, has_survivor, take_over};
+use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, SnapshotError};
 
+use super::fence::{Fence, run_command};
 use crate::args::{DisksArg, FailoverArgs, RunArgs};
 use crate::run;
 
@@ -27,41 +29,45 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     if !snapshot.is_file() {
         bail!("{}: no checkpoint is in this directory", args.directory.display());
     }
+    // Before anything is fenced: it would be the survivor. A keeper may be replacing the checkpoint at this moment.
+    refuse_survivor(&args.directory, has_survivor(&args.directory).unwrap_or(false))?;
     if let Some(command) = &args.fence {
-        fence(command)?;
+        run_command(command)?;
     }
     let directory = newest(&args.directory)?;
-    let snapshot = directory.checkpoint();
-    if args.how.disks == DisksArg::Check {
-        expect_servers(&snapshot, &args.how.disk_server)?;
-        bring_disks(&snapshot, &args.how.disk_server)?;
+    // Another failover may have been faster.
+    refuse_survivor(&args.directory, has_survivor(&args.directory)?)?;
+    let servers = args.how.disk_server.as_slice();
+    let fence = Fence {
+        gates: &args.gate,
+        disk_servers: (args.how.disks == DisksArg::Check).then_some(servers),
+        is_off: args.fenced || args.fence.is_some(),
+    };
+    let fenced_by = fence.close(&snapshot)?;
+    if verbose > 0 && !fenced_by.is_empty() {
+        say!("limosa: the protected VM is refused by {}", fenced_by.join(", "));
     }
+    // Its primary is turned away from now on, should it come back.
+    refuse_survivor(&args.directory, !take_over(&args.directory)?)?;
     drop(directory);
-    let FailoverArgs { how, steer, start_within, command, .. } = args;
-    run::run(&RunArgs { snapshot, how, steer, start_within, command }, verbose)
-}
-
-/// Has a command make sure that the protected VM is off.
-pub(super) fn fence(command: &OsStr) -> anyhow::Result<()> {
-    let ended = Command::new("sh").arg("-c").arg(command).status().context("cannot run the fence command")?;
-    if !ended.success() {
-        let command = command.to_string_lossy();
-        bail!("`{command}`, the fence command, failed ({ended}): the protected VM may still run");
+    let FailoverArgs { directory, how, steer, start_within, command, .. } = args;
+    let had_guest = Cell::new(false);
+    let ended = run::run_noting(&RunArgs { snapshot, how, steer, start_within, command }, verbose, &had_guest);
+    if !had_guest.get()
+        && let Err(error) = give_back(&directory)
+    {
+        say!("limosa: {}", anyhow_error_line(&error.into()));
     }
-    Ok(())
+    ended
 }
 
-/// Refuses a checkpoint with disks if no server was named. Only those that the user named are asked: the file may name
-/// others.
-fn expect_servers(snapshot: &Path, servers: &[PathBuf]) -> anyhow::Result<()> {
-    let snapshot = Snapshot::open(snapshot)?;
-    let disks = snapshot.manifest().map(|manifest| manifest.protected_disks.as_slice()).unwrap_or_default();
-    if let Some(disk) = disks.first().filter(|_| servers.is_empty()) {
+fn refuse_survivor(directory: &Path, has_survivor: bool) -> anyhow::Result<()> {
+    if has_survivor {
         bail!(
-            "the checkpoint has the disk {} ({}), which the server at {} served: give --disk-server, or --disks ignore",
-            disk.device,
-            disk.path.display(),
-            disk.control.display()
+            "{}: the VM has continued from this checkpoint already; if that VM is gone, start it from there again with \
+             limosa run {}/{CHECKPOINT_NAME}",
+            directory.display(),
+            directory.display()
         );
     }
     Ok(())
@@ -72,11 +78,7 @@ fn newest(directory: &Path) -> anyhow::Result<CheckpointDirectory> {
     let begun = Instant::now();
     loop {
         match CheckpointDirectory::open(directory) {
-            Ok(directory) => {
-                // Its primary is turned away from now on, should it come back.
-                take_over(directory.path())?;
-                return Ok(directory);
-            }
+            Ok(directory) => return Ok(directory),
             Err(SnapshotError::Locked { .. }) if begun.elapsed() < KEEPER_WITHIN => thread::sleep(LOOK_EVERY),
             Err(SnapshotError::Locked { .. }) => bail!(
                 "{}: a limosa still keeps checkpoints here, so the protected VM runs: end its protection first",

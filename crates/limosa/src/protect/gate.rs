@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use limosa_console::{print_out, quantity, say};
 use limosa_migrate::output::OutputCounters;
-use limosa_protect::gate::{Gate, GateAddresses, GateClient, GateError, GateOptions, GateReport};
+use limosa_protect::gate::{Gate, GateAddresses, GateClient, GateError, GateKeeper, GateOptions, GateReport};
 use limosa_socket::SocketAccess;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -19,7 +19,7 @@ use crate::args::GateArgs;
 use crate::usage::misused;
 
 /// How long a gate may take for an answer: it does nothing that waits.
-const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: &GateArgs) -> anyhow::Result<ExitCode> {
     if args.socket == args.listen {
@@ -44,8 +44,8 @@ pub(super) fn run(args: &GateArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Takes gates for a protection.
-pub(super) fn connect(sockets: &[PathBuf]) -> anyhow::Result<Vec<GateClient>> {
-    let connect = |socket: &PathBuf| match GateClient::connect(socket, ANSWER_WITHIN) {
+pub(super) fn connect(sockets: &[PathBuf], keeper: GateKeeper) -> anyhow::Result<Vec<GateClient>> {
+    let connect = |socket: &PathBuf| match GateClient::connect(socket, ANSWER_WITHIN, keeper) {
         Err(error @ GateError::Connect { .. }) => {
             Err(anyhow::Error::from(error).context("no gate; start it before the VM: limosa protect gate"))
         }

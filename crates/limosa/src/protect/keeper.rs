@@ -14,11 +14,13 @@ use limosa_protect::{
     Continued, Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, StandbyOptions, Survivor, keep,
 };
 use limosa_qemu::{check_command_line, check_program};
+use limosa_snapshot::CHECKPOINT_NAME;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
 
 use super::durability;
+use super::fence::{Fence, run_command};
 use crate::args::KeeperArgs;
 use crate::job::{JobHandles, THIS_PROGRAM};
 use crate::run;
@@ -90,10 +92,21 @@ fn expect_reconnection(command: &[OsString]) -> anyhow::Result<()> {
     }
 }
 
-/// Makes sure that the protected VM is off.
+/// Makes sure that the protected VM is off, or refused, and has its disks as of the checkpoint.
 fn fence(args: &KeeperArgs) -> Result<(), VmError> {
-    let Some(command) = &args.fence else { return Ok(()) };
-    super::fence(command).map_err(|error| anyhow_error_line(&error).into())
+    let is_off = args.fenced || args.fence.is_some();
+    let fence = Fence { gates: &args.gate, disk_servers: Some(&args.disk_server), is_off };
+    let close = || {
+        if let Some(command) = &args.fence {
+            run_command(command)?;
+        }
+        fence.close(&args.directory.join(CHECKPOINT_NAME))
+    };
+    let fenced_by = close().map_err(|error| anyhow_error_line(&error))?;
+    if !fenced_by.is_empty() {
+        say!("limosa: the protected VM is refused by {}", fenced_by.join(", "));
+    }
+    Ok(())
 }
 
 /// Waits for the end of the VM that continues here.

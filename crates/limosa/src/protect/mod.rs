@@ -1,12 +1,14 @@
 //! `limosa protect` and `limosa keep`.
 
 mod failover;
+mod fence;
 mod figures;
 mod gate;
 mod keeper;
 mod line;
 mod metrics;
 
+use std::io;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -15,6 +17,7 @@ use limosa_channel::{ChannelError, Uri};
 use limosa_console::{error_line, print_out, quantity, say};
 use limosa_control::JobKind;
 use limosa_migrate::output::{OutputCounters, OutputGate};
+use limosa_protect::gate::GateKeeper;
 use limosa_protect::{
     CheckpointMethod, CheckpointTarget, KeeperAddress, OnLoss, Percentiles, ProtectDisks, ProtectEnd, ProtectOptions,
     ProtectReport, ProtectRequest, protect,
@@ -24,6 +27,7 @@ use limosa_qemu::monitor::Monitor;
 use limosa_snapshot::Durability;
 use limosa_socket::SocketAccess;
 use serde_json::{Value, json};
+use uuid::Uuid;
 
 use crate::args::{
     DurableArg, KeepArgs, MethodArg, OnLossArg, OutputArg, ProtectArgs, ProtectCommand, ProtectDisksArg,
@@ -43,7 +47,6 @@ pub(crate) fn run(args: ProtectArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     }
 }
 
-use failover::fence;
 pub(crate) use keeper::run as keep;
 
 fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
@@ -57,13 +60,15 @@ fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
         (None, Some(directory)) => CheckpointTarget::Directory(directory),
         (None, None) => bail!("no place for the checkpoints: see limosa protect --help"),
     };
-    let gates = gate::connect(&args.gate)?;
-    let gates: Vec<&dyn OutputGate> = gates.iter().map(|gate| gate as &dyn OutputGate).collect();
-    if args.every.is_by_output() && gates.is_empty() {
+    if args.every.is_by_output() && args.gate.is_empty() {
         misused("--every event needs --gate: nothing else says when output wants to leave");
     }
     job::check_listen(args.listen.as_ref())?;
     let monitor = job::connect(&args.qmp)?;
+    let mut options = options(args)?;
+    let protection = *options.id.get_or_insert_with(Uuid::new_v4);
+    let gates = gate::connect(&args.gate, GateKeeper { protection, vm: monitor.qmp().process() })?;
+    let gates: Vec<&dyn OutputGate> = gates.iter().map(|gate| gate as &dyn OutputGate).collect();
     if gates.is_empty() && args.output.is_none() {
         warn_of_free_output(&monitor)?;
     }
@@ -78,7 +83,7 @@ fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
     let report = protect(ProtectRequest {
         monitor: &monitor,
         to,
-        options: &options(args),
+        options: &options,
         watch: handles.watch(),
         gates: &gates,
         began: &|base| {
@@ -141,7 +146,7 @@ fn serve_metrics(uri: &Uri, figures: &Arc<Figures>) -> anyhow::Result<Metrics> {
     Metrics::serve(listener, move || metrics::page(&figures))
 }
 
-fn options(args: &KeepArgs) -> ProtectOptions {
+fn options(args: &KeepArgs) -> anyhow::Result<ProtectOptions> {
     let mut options = ProtectOptions::default();
     options.listen.clone_from(&args.listen);
     options.filters = args.output == Some(OutputArg::Filter);
@@ -161,8 +166,9 @@ fn options(args: &KeepArgs) -> ProtectOptions {
         ProtectDisksArg::Overlays => ProtectDisks::Overlays,
         ProtectDisksArg::Ignore => ProtectDisks::Ignore,
     };
+    options.gates = args.gate.iter().map(std::path::absolute).collect::<io::Result<_>>().context("--gate")?;
     options.store.durability = durability(args.durable);
-    options
+    Ok(options)
 }
 
 fn durability(arg: DurableArg) -> Durability {

@@ -7,6 +7,7 @@
 
 mod start;
 
+use std::cell::Cell;
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -47,6 +48,11 @@ const END_WITHIN: Duration = Duration::from_secs(5);
 const GONE_WITHIN: Duration = Duration::from_secs(2);
 
 pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
+    run_noting(args, verbose, &Cell::new(false))
+}
+
+/// Runs, and notes whether QEMU had its VM: it may have run.
+pub(crate) fn run_noting(args: &RunArgs, verbose: u8, had_guest: &Cell<bool>) -> anyhow::Result<ExitCode> {
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
     job::check_listen(args.how.listen.as_ref())?;
@@ -78,6 +84,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     // The restore has read all of this file, or has failed.
     drop(snapshot);
     let has_guest = attempt.has_guest();
+    had_guest.set(has_guest);
     let status = match attempt.result {
         Ok(report) => {
             if verbose > 0 {

@@ -63,9 +63,13 @@ pub(super) fn run(args: &ServeCtlArgs) -> anyhow::Result<ExitCode> {
             arguments["durable"] = (*durable).into();
             ctl.order("export-keep", arguments, &format!("epoch {} is kept", args.epoch))?;
         }
-        ServeCtlCommand::Drop { epoch: args, serve_again } => {
+        ServeCtlCommand::Drop { epoch: args, serve_again, fence } => {
             let mut arguments = epoch(args);
             arguments["serve-again"] = (*serve_again).into();
+            // Left out if it is off: older servers refuse fields that they do not know.
+            if *fence {
+                arguments["fence"] = true.into();
+            }
             let now = if *serve_again { "served again" } else { "not served any more" };
             let done = format!("{:?} is as of epoch {}, and {now}", args.export.name, args.epoch);
             ctl.order("export-drop", arguments, &done)?;

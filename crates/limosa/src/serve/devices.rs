@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use limosa_export::vhost_user_blk::{VhostUserBlk, VhostUserBlkOptions};
 use limosa_export::{Export, Exports};
 use limosa_vhost::{Device, Server, ServerError};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock};
 use serde_json::{Value, json};
 
 use crate::args::ServeArgs;
@@ -19,18 +19,27 @@ use crate::usage::misused;
 #[derive(Debug)]
 pub(super) struct BlockDevice {
     path: String,
-    device: Arc<VhostUserBlk>,
-    server: Server,
+    options: VhostUserBlkOptions,
+    exports: Exports,
+    current: RwLock<Current>,
     /// Its front end blocks a thread, which may have requests in flight.
     blocked: AtomicBool,
     life: Mutex<Life>,
     changed: Condvar,
 }
 
+/// The disk that is served, and its server.
+#[derive(Debug, Clone)]
+struct Current {
+    device: Arc<VhostUserBlk>,
+    server: Arc<Server>,
+}
+
 /// Whether a device serves front ends.
 #[derive(Debug, Clone, Copy, Default)]
 struct Life {
-    /// It was cut off from its front end, and serves no other one.
+    /// It was cut off from its front end, and serves no other one before it has
+    /// [another export](BlockDevice::succeed).
     is_cut: bool,
     /// It serves no front end any more.
     has_ended: bool,
@@ -58,12 +67,15 @@ pub(super) fn bind(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Vec<Bl
         // That of the image which was named: the disk may continue in an overlay by now, and stays the same disk.
         let file = Path::new(image).file_name().filter(|_| export.name().is_empty());
         let options = options.clone().serial(file.unwrap_or_default().to_string_lossy());
-        let device = Arc::new(VhostUserBlk::new(export, &options));
+        let device = Arc::new(VhostUserBlk::new(export, &options).of(exports.clone()));
         let server = Server::bind_with(path, args.socket_access(), Arc::clone(&device) as Arc<dyn Device>);
-        let server = server.context("--vhost-user-blk")?;
+        let server = Arc::new(server.context("--vhost-user-blk")?);
         let path = std::path::absolute(path).context("--vhost-user-blk")?.display().to_string();
+        // A successor has as many, whatever it would find then.
+        let options = options.queues(device.num_queues()).threads(device.num_threads());
         let (blocked, life, changed) = (AtomicBool::new(false), Mutex::default(), Condvar::new());
-        Ok(BlockDevice { path, device, server, blocked, life, changed })
+        let current = RwLock::new(Current { device, server });
+        Ok(BlockDevice { path, options, exports: exports.clone(), current, blocked, life, changed })
     };
     args.vhost_user_blk.iter().zip(&args.images).zip(exports.all()).map(bind).collect()
 }
@@ -74,53 +86,84 @@ impl BlockDevice {
     /// # Errors
     /// The front end blocks the server, or the kernel has no room for it.
     pub(super) fn serve(&self) -> anyhow::Result<()> {
-        let served = self.server.serve();
-        if matches!(served, Err(ServerError::StopBlocked { .. })) {
-            self.blocked.store(true, Ordering::SeqCst);
+        loop {
+            let server = self.current().server;
+            let served = server.serve();
+            if matches!(served, Err(ServerError::StopBlocked { .. })) {
+                self.blocked.store(true, Ordering::SeqCst);
+            }
+            let mut life = self.life.lock();
+            life.has_ended = true;
+            self.changed.notify_all();
+            // The end of one device is the end of all, but for one that was cut off.
+            self.changed.wait_while(&mut life, |life| life.is_cut && !life.is_stopped);
+            if life.is_stopped || Arc::ptr_eq(&server, &self.current().server) {
+                return Ok(served?);
+            }
+            life.has_ended = false;
         }
-        let mut life = self.life.lock();
-        life.has_ended = true;
-        self.changed.notify_all();
-        // The end of one device is the end of all, but for one that was cut off.
-        self.changed.wait_while(&mut life, |life| life.is_cut && !life.is_stopped);
-        Ok(served?)
     }
 
-    /// Ends its front end, and serves no other one: its socket is gone. Blocks until no request is in flight.
+    fn current(&self) -> Current {
+        self.current.read().clone()
+    }
+
+    /// Ends its front end, and serves no other one for now. Blocks until no request is in flight.
     pub(super) fn cut(&self) {
         let mut life = self.life.lock();
         life.is_cut = true;
-        self.server.stopper().stop();
-        // One that comes back finds no server, instead of one that does not answer. The server leaves a file alone that
-        // is not its own.
-        let _ = rustix::fs::unlink(&*self.path);
+        self.current().server.stopper().stop();
         self.changed.wait_while(&mut life, |life| !life.has_ended);
+    }
+
+    /// Removes the socket of a disk that was cut off: who comes back finds no server, instead of one that does not
+    /// answer.
+    pub(super) fn abandon(&self) {
+        // The server leaves a file alone that is not its own.
+        let _ = rustix::fs::unlink(&*self.path);
+    }
+
+    /// Serves another export at the socket of a disk that was cut off.
+    ///
+    /// # Errors
+    /// The kernel has no descriptor left.
+    pub(super) fn succeed(&self, export: &Arc<Export>) -> anyhow::Result<()> {
+        let device = VhostUserBlk::new(Arc::clone(export), &self.options).of(self.exports.clone());
+        let device = Arc::new(device);
+        let server = self.current().server.successor(Arc::clone(&device) as Arc<dyn Device>)?;
+        let mut life = self.life.lock();
+        anyhow::ensure!(!life.is_stopped, "the server is ending");
+        *self.current.write() = Current { device, server: Arc::new(server) };
+        life.is_cut = false;
+        self.changed.notify_all();
+        Ok(())
     }
 
     /// Makes it end.
     pub(super) fn stop(&self) {
-        self.life.lock().is_stopped = true;
+        let mut life = self.life.lock();
+        life.is_stopped = true;
         self.changed.notify_all();
-        self.server.stopper().stop();
+        self.current().server.stopper().stop();
     }
 
     /// Tells the driver that its disk has another length, if it is of this export.
     pub(super) fn notify_resized(&self, export: &Arc<Export>) {
         if self.is_of(export) {
-            self.device.notify_resized();
+            self.current().device.notify_resized();
         }
     }
 
     /// Has its queues use the disk that its export has now, if it is of this export: the old one's files are closed.
     pub(super) fn notify_replaced(&self, export: &Arc<Export>) {
         if self.is_of(export) {
-            self.device.notify_replaced();
+            self.current().device.notify_replaced();
         }
     }
 
     /// Returns whether it is of this export.
     pub(super) fn is_of(&self, export: &Arc<Export>) -> bool {
-        Arc::ptr_eq(self.device.export(), export)
+        Arc::ptr_eq(self.current.read().device.export(), export)
     }
 
     /// Returns whether it is of this export, and its front end blocks a thread.
@@ -135,16 +178,16 @@ impl BlockDevice {
 
     /// Returns its address for programs.
     pub(super) fn description(&self) -> Value {
-        json!({ "socket": self.path, "export": self.device.export().name() })
+        json!({ "socket": self.path, "export": self.current().device.export().name() })
     }
 
     /// Returns whether a front end uses this export.
     pub(super) fn serves(&self, export: &Arc<Export>) -> bool {
-        self.is_of(export) && self.server.has_front_end()
+        self.is_of(export) && self.current().server.has_front_end()
     }
 
     /// Returns the number of front ends that have connected.
     pub(super) fn front_ends(&self) -> u64 {
-        self.server.connection_count()
+        self.current().server.connection_count()
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use limosa_console::quantity;
 use limosa_export::nbd::ServerCounters;
-use limosa_export::{Export, ProtectionStatus, RequestKind};
+use limosa_export::{Export, ProtectionStatus, RequestKind, VmPeers};
 use limosa_image::DirtyBitmap;
 use limosa_storage::block_on;
 use serde_json::{Map, Value, json};
@@ -39,7 +39,7 @@ pub(super) fn state(export: &Export, clients: u64) -> Value {
 
 /// The epochs of an export; `None`: it is not protected.
 pub(super) fn protection(export: &Export) -> Option<Value> {
-    let ProtectionStatus { keeper, epochs, failure, .. } = export.protection()?;
+    let ProtectionStatus { keeper, epochs, peers, failure, .. } = export.protection()?;
     Some(json!({
         "keeper": keeper,
         "open": epochs.open,
@@ -50,8 +50,18 @@ pub(super) fn protection(export: &Export) -> Option<Value> {
         "merged": epochs.merged,
         "log-bytes": epochs.log_bytes,
         "extents": epochs.extents,
+        "vm": vm(&peers),
         "failure": failure,
     }))
+}
+
+/// The VM of a protected disk, as far as its connections show it.
+pub(super) fn vm(peers: &VmPeers) -> Value {
+    json!({
+        "processes": peers.pids(),
+        "other-hosts": peers.has_other_hosts(),
+        "recognized": peers.are_recognized(),
+    })
 }
 
 /// The dirty bitmaps of an export's disk. Those of a disk that is only read are not looked at unless clients can read

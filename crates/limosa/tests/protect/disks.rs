@@ -17,7 +17,7 @@ use crate::stage::{Program, limosa, start, wait_for};
 
 /// How the VM reaches its disk.
 #[derive(Clone, Copy)]
-enum Transport {
+pub(crate) enum Transport {
     Nbd,
     VhostUser,
 }
@@ -32,12 +32,13 @@ pub(crate) struct Bed {
 impl Bed {
     /// Over NBD.
     pub(crate) fn new(format: DiskFormat) -> Self {
-        Self::over(Transport::Nbd, format)
+        Self::over(Transport::Nbd, format, |machine, _| machine)
     }
 
-    fn over(transport: Transport, format: DiskFormat) -> Self {
+    /// Over one of both, for a machine that has more; the sockets of that are in the folder.
+    pub(crate) fn over(transport: Transport, format: DiskFormat, more: impl FnOnce(Machine, &Path) -> Machine) -> Self {
         let guest = LinuxGuest { kernel_words: "no_timer_check".to_owned(), ..LinuxGuest::default() };
-        let bed = Self::with(transport, format, |_| Machine::linux(guest));
+        let bed = Self::with(transport, format, |folder| more(Machine::linux(guest), folder));
         Disk::create(&bed.path("disk"), format, 16 << 20).unwrap();
         bed
     }
@@ -163,8 +164,12 @@ fn a_vm_that_was_killed_continues_on_a_disk_of_the_instant_of_its_memory() {
         let bed = Bed::new(format);
         let server = kill_vm(&bed);
         bed.assert_goes_on(bed.failover());
-        // The VM has written to it since.
+        // The VM has continued, and written to it since.
         let again = bed.failover().limosa.wait();
+        assert!(again.stderr.contains("has continued from this checkpoint already"), "{}", again.stderr);
+        let (disk_server, line, checkpoint) = (bed.control(), bed.scene.survivor_line(), bed.scene.checkpoint());
+        let words = ["run", text(&checkpoint), "--disk-server", &disk_server, "--"];
+        let again = limosa(words.into_iter().chain(line.iter().map(String::as_str)));
         assert!(again.stderr.contains("it was written since"), "{}", again.stderr);
         server.signal(Signal::TERM);
         server.wait().success();
@@ -174,15 +179,8 @@ fn a_vm_that_was_killed_continues_on_a_disk_of_the_instant_of_its_memory() {
 #[test]
 fn a_disk_over_vhost_user_goes_with_the_checkpoints_as_one_over_nbd() {
     needs_newest_qemu!();
-    let bed = Bed::over(Transport::VhostUser, DiskFormat::Qcow2);
+    let bed = Bed::over(Transport::VhostUser, DiskFormat::Qcow2, |machine, _| machine);
     let server = kill_vm(&bed);
-    // Its socket goes with the export.
-    let refused = bed.failover().limosa.wait();
-    assert!(refused.stderr.contains("start another server with --fenced"), "{}", refused.stderr);
-    kill9(server.pid()).unwrap();
-    server.wait();
-    let epoch = bed.scene.newest().unwrap().to_string();
-    let server = bed.serve(&["--fenced", "--epoch", &epoch]);
     bed.assert_goes_on(bed.failover());
     server.signal(Signal::TERM);
     server.wait().success();

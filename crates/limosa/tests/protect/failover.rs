@@ -6,8 +6,8 @@ use std::time::Duration;
 use limosa_testkit::{Ended, kill9};
 
 use crate::needs_newest_qemu;
-use crate::scene::{Scene, assert_follows};
-use crate::stage::{load_in_stock_qemu, names, wait_for};
+use crate::scene::{Scene, assert_follows, machine, text};
+use crate::stage::{limosa, load_in_stock_qemu, names, wait_for};
 
 /// Expects a keeper whose VM was killed to say so, and to leave one file.
 #[track_caller]
@@ -72,5 +72,48 @@ fn a_vm_that_was_failed_over_can_be_protected_again_in_the_same_directory() {
     let failover = scene.failover(&["--fence", "true"]);
     let first = failover.wait_passes(2);
     assert_follows(first, last, 1);
+    failover.check_and_end();
+}
+
+#[test]
+fn a_failover_whose_qemu_did_not_start_can_be_repeated_and_one_beside_its_survivor_is_refused() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let keeper = scene.protect(&vm, &["--every", "50ms"]);
+    scene.wait_checkpoint(5, &keeper);
+    kill9(vm.pid()).unwrap();
+    assert_lost(&scene, &keeper.wait());
+    let (kept, line) = (scene.kept(), scene.survivor_line());
+    let with = |more: &str| {
+        let words = ["protect", "failover", text(&kept), "--"].into_iter();
+        limosa(words.chain(line.iter().map(String::as_str)).chain([more]))
+    };
+    for _ in 0..2 {
+        let failed = with("-no-such-option");
+        assert_ne!(failed.status.code(), Some(0), "{}", failed.stderr);
+        assert!(!failed.stderr.contains("already"), "{}", failed.stderr);
+    }
+    // It has neither a network nor a disk: nothing has to refuse it.
+    let failover = scene.failover(&[]);
+    failover.wait_passes(2);
+    with("-S").one_line(&[text(&kept), "has continued from this checkpoint already", "limosa run"]);
+    failover.check_and_end();
+    with("-S").one_line(&["has continued from this checkpoint already"]);
+}
+
+#[test]
+fn a_vm_that_may_run_is_not_failed_over_while_it_has_a_network_or_a_disk_of_its_own() {
+    needs_newest_qemu!();
+    let scene = Scene::of(|_| machine().argument("-nic").argument("user,id=net7"));
+    let vm = scene.guest();
+    let keeper = scene.protect(&vm, &["--output", "free"]);
+    scene.wait_checkpoint(2, &keeper);
+    kill9(vm.pid()).unwrap();
+    keeper.wait();
+    let refused = scene.failover(&[]).limosa.wait();
+    refused.one_line(&["the protected VM may still run", "its networks (net7) have no gates", "--fence COMMAND"]);
+    let failover = scene.failover(&["--fenced"]);
+    failover.wait_passes(1);
     failover.check_and_end();
 }

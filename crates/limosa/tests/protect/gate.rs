@@ -22,7 +22,7 @@ const WORLD: [u8; 4] = [10, 9, 0, 1];
 const WORLD_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 
 /// A scene whose VM has a network card, and its network.
-fn scene() -> (Scene, Outside) {
+pub(crate) fn scene() -> (Scene, Outside) {
     let machine = Machine::linux(LinuxGuest::default()).series(Series::Newest);
     let scene = Scene::of(|folder| connected(machine, &folder.join("vm.net")));
     let outside = Outside::listen(&scene.path("world.net"));
@@ -38,10 +38,16 @@ pub(crate) fn connected(machine: Machine, socket: &Path) -> Machine {
         .argument("virtio-net-pci,netdev=n0,mac=02:00:00:00:00:02,romfile=")
 }
 
-/// Starts the guest; it sends a number about every 20 ms.
+/// Starts the guest, which sends numbers.
 pub(crate) fn counting(scene: &Scene) -> Vm {
     let vm = scene.machine.start().unwrap();
     vm.wait_counts(2).unwrap();
+    count(&vm);
+    vm
+}
+
+/// Has the guest send a number about every 20 ms.
+pub(crate) fn count(vm: &Vm) {
     let lines = [
         "ip link set eth0 up",
         "ip addr add 10.9.0.2/24 dev eth0",
@@ -52,7 +58,6 @@ pub(crate) fn counting(scene: &Scene) -> Vm {
     for line in lines {
         vm.shell(line).unwrap();
     }
-    vm
 }
 
 /// `limosa protect` with the gate.

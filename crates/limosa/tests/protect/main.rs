@@ -26,6 +26,7 @@ mod filters;
 mod full;
 mod gate;
 mod hosts;
+mod hung;
 mod losses;
 mod overlaid;
 mod refusals;

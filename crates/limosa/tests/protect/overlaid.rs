@@ -105,8 +105,11 @@ fn a_vm_that_was_killed_continues_on_an_image_of_the_instant_of_its_memory() {
         assert!(!failed.status.success());
         assert_eq!(bed.beside(), ["disk.overlays"], "{}", failed.stderr);
         assert_goes_on(bed.failover());
-        // The VM has written to it since.
+        // The VM has continued, and written to it since.
         let again = bed.failover().limosa.wait();
+        assert!(again.stderr.contains("has continued from this checkpoint already"), "{}", again.stderr);
+        let (line, checkpoint) = (bed.scene.survivor_line(), bed.scene.checkpoint());
+        let again = limosa(["run", text(&checkpoint), "--"].into_iter().chain(line.iter().map(String::as_str)));
         assert!(again.stderr.contains("it was written since"), "{}", again.stderr);
         bed.check_image();
     }

@@ -55,9 +55,10 @@ fn a_failover_without_fencing_or_without_a_checkpoint_is_refused() {
     let scene = Scene::new();
     let kept = scene.kept();
     let kept = text(&kept);
-    limosa(["protect", "failover", kept, "--", "qemu-system-x86_64"]).misused(&["--fenced", "--fence"]);
-    let none = limosa(["protect", "failover", "--fenced", kept, "--", "qemu-system-x86_64"]);
-    none.one_line(&["no checkpoint is in this directory"]);
+    for fenced in [&["--fenced"][..], &[]] {
+        let words = [&["protect", "failover", kept], fenced, &["--", "qemu-system-x86_64"]].concat();
+        limosa(words).one_line(&["no checkpoint is in this directory"]);
+    }
     std::fs::create_dir(kept).unwrap();
     std::fs::write(scene.checkpoint(), "").unwrap();
     let fence = limosa(["protect", "failover", "--fence", "exit 3", kept, "--", "qemu-system-x86_64"]);

@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use limosa_snapshot::Snapshot;
 use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, pass_numbers, scratch};
@@ -30,6 +31,8 @@ pub(crate) fn machine() -> Machine {
 pub(crate) struct Scene {
     folder: TempDir,
     pub(crate) machine: Machine,
+    /// QEMU's command line for a survivor; making it makes files.
+    line: OnceLock<Vec<String>>,
 }
 
 impl Scene {
@@ -42,7 +45,7 @@ impl Scene {
         let folder = scratch().unwrap();
         std::fs::create_dir(folder.path().join("tmp")).unwrap();
         let machine = machine(folder.path());
-        Self { folder, machine }
+        Self { folder, machine, line: OnceLock::new() }
     }
 
     /// Starts the guest and waits until it beats.
@@ -137,11 +140,14 @@ impl Scene {
     }
 
     /// QEMU's command line for a VM that continues, with a monitor at `qmp`.
-    fn survivor_line(&self) -> Vec<String> {
-        let mut line = self.machine.command_line(self.folder.path()).unwrap();
-        let qmp = self.path("qmp");
-        line.extend(["-qmp".to_owned(), format!("unix:{},server=on,wait=off", qmp.display())]);
-        line
+    pub(crate) fn survivor_line(&self) -> Vec<String> {
+        let make = || {
+            let mut line = self.machine.command_line(self.folder.path()).unwrap();
+            let qmp = self.path("qmp");
+            line.extend(["-qmp".to_owned(), format!("unix:{},server=on,wait=off", qmp.display())]);
+            line
+        };
+        self.line.get_or_init(make).clone()
     }
 
     /// `limosa protect failover OPTIONS DIR -- QEMU`.

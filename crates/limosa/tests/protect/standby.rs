@@ -195,3 +195,15 @@ fn a_second_keeper_of_one_directory_and_a_failover_without_fencing_are_refused()
     keeper.signal(Signal::INT);
     keeper.wait().success();
 }
+
+#[test]
+fn a_failover_by_hand_beside_the_vm_that_a_keeper_continues_is_refused() {
+    needs_newest_qemu!();
+    let (pair, keeper) = Pair::new(&["--standby", "--when-lost", "100ms", "--fenced"]);
+    pair.kill();
+    wait_said(&keeper, "the VM continues here");
+    let kept = pair.scene.kept();
+    let failover = ["protect", "failover", text(&kept), "--fenced", "--", "qemu-system-x86_64"];
+    limosa(failover).one_line(&["has continued from this checkpoint already"]);
+    pair.assert_continues(keeper);
+}

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_storage::testing::SeededRandom;
-use limosa_testkit::{BlkClient, BlkCommand, BlkSettings, NbdClient, kill9};
+use limosa_testkit::{BlkClient, BlkCommand, BlkSettings, NbdClient, kill9, wait_for};
 use serde_json::{Value, json};
 
 use crate::bed::{Bed, Serving, asked, ctl, io};
@@ -248,6 +248,91 @@ fn what_was_written_after_a_kept_epoch_is_dropped_and_its_client_is_cut_off() {
         drop(vm);
         serving.wait();
     }
+}
+
+#[test]
+fn a_vm_that_was_dropped_is_refused_at_its_socket_and_other_processes_are_not() {
+    needs_qemu!();
+    let case = Case { format: "qcow2", blk: false };
+    let (bed, serving, mut vm) = protected(case);
+    let own = std::process::id();
+    let protection = &asked(&bed, &["list"])["exports"][0]["protection"];
+    assert_eq!(protection["vm"]["processes"], json!([own]), "{protection}");
+    assert_eq!(protection["vm"]["recognized"], true, "{protection}");
+    let dropped = asked(&bed, &["drop", "", "1", "--serve-again", "--fence"]);
+    assert_eq!(dropped["vm"]["processes"], json!([own]), "{dropped}");
+    assert!(vm.write(0, 5).is_err());
+    let back = || NbdClient::open(&bed.path("socket"), "", &[]);
+    assert!(back().is_err(), "the VM is back");
+    io(&serving.uri(""), "raw", &["read 0 4k", "write -P 9 128k 4k", "flush"]);
+    // Whatever becomes of the export, the process does not get its name.
+    ctl(&bed, &["remove", ""]).success();
+    ctl(&bed, &["add", "disk", "-f", "qcow2", "--name", ""]).success();
+    assert!(back().is_err(), "the VM is back");
+    ctl(&bed, &["add", "disk", "-f", "qcow2", "--name", "same"]).one_line(&["this server serves it"]);
+    io(&serving.uri(""), "raw", &["read -P 9 128k 4k"]);
+    drop(vm);
+    serving.stop();
+    let (serving, mut vm) = case.serve(&bed, &[]);
+    assert_eq!((vm.read(0), vm.read(1)), (contents(0, 2), contents(1, 2)));
+    drop(vm);
+    serving.stop();
+}
+
+#[test]
+fn a_front_end_that_was_dropped_is_refused_and_its_socket_serves_the_disk_again() {
+    needs_qemu!();
+    let case = Case { format: "qcow2", blk: true };
+    let (bed, serving, mut vm) = protected(case);
+    let protection = &asked(&bed, &["list"])["exports"][0]["protection"];
+    assert_eq!(protection["vm"]["processes"], json!([std::process::id()]), "{protection}");
+    ctl(&bed, &["drop", "", "1", "--serve-again", "--fence"]).success();
+    assert!(vm.write(0, 5).is_err());
+    // It comes back, and is closed.
+    let settings = BlkSettings { queues: 1, without: 0 };
+    assert!(BlkClient::connect(&bed.path("socket"), settings).is_err());
+    let exports = &asked(&bed, &["list"])["exports"];
+    assert_eq!((&exports[0]["clients"], exports[0]["size"].as_u64()), (&json!(0), Some(BLOCKS as u64 * BLOCK)));
+    drop(vm);
+    serving.stop();
+    let (serving, mut vm) = case.serve(&bed, &[]);
+    assert_eq!((vm.read(0), vm.read(1)), (contents(0, 2), contents(1, 2)));
+    drop(vm);
+    serving.stop();
+}
+
+#[test]
+fn a_vm_over_tcp_of_this_host_is_not_dropped_as_if_it_could_be_told_from_others() {
+    needs_qemu!();
+    let case = Case { format: "raw", blk: false };
+    let bed = Bed::new();
+    case.create(&bed);
+    let words = ["-f", "raw", "disk", "--control", "control", "--allow-dir", ".", "--nbd", "tcp:127.0.0.1:0"];
+    let serving = bed.serve("socket", &words);
+    let connect = || {
+        let mut client = NbdClient::tcp(serving.port()).unwrap();
+        client.go("").map(|()| client)
+    };
+    let mut vm = Vm::Nbd(connect().unwrap());
+    vm.write(0, 1).unwrap();
+    ctl(&bed, &["protect", ""]).success();
+    vm.write(0, 2).unwrap();
+    ctl(&bed, &["seal", "", "1"]).success();
+    let fenced = ["drop", "", "1", "--serve-again", "--fence"];
+    ctl(&bed, &fenced).one_line(&["the VM of the export \"\" could come back"]);
+    // Nothing has changed.
+    vm.write(0, 3).unwrap();
+    ctl(&bed, &["drop", "", "1", "--serve-again"]).success();
+    assert!(vm.write(0, 4).is_err());
+    let mut vm = Vm::Nbd(connect().unwrap());
+    assert_eq!(vm.read(0), contents(0, 2));
+    // Nobody was connected when this protection began.
+    drop(vm);
+    wait_for("the end of the client", || (asked(&bed, &["list"])["exports"][0]["clients"] == 0).then_some(()));
+    ctl(&bed, &["protect", ""]).success();
+    ctl(&bed, &["drop", "", "0", "--serve-again", "--fence"]).one_line(&["could come back"]);
+    ctl(&bed, &["unprotect", ""]).success();
+    serving.stop();
 }
 
 #[test]

@@ -10,9 +10,19 @@ use std::time::{Duration, Instant};
 use limosa_migrate::VmError;
 use limosa_migrate::output::{OutputCounters, OutputGate, OutputSignal};
 use parking_lot::{Condvar, Mutex};
+use uuid::Uuid;
 
 use super::error::GateError;
 use super::message::{Answer, Order, VERSION};
+
+/// The name of a keeper at gates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GateKeeper {
+    /// Its protection, by which a failover fences its VM.
+    pub protection: Uuid,
+    /// The process of the VM's QEMU, if it is known.
+    pub vm: Option<u32>,
+}
 
 /// A gate that another process runs, held for this keeper until the value is dropped.
 #[derive(Debug)]
@@ -35,6 +45,8 @@ struct Shared {
 struct Heard {
     welcome: Option<u64>,
     busy: bool,
+    /// Its VM was failed over.
+    refused: bool,
     sealed: Option<u64>,
     aborted: Option<u64>,
     counters: OutputCounters,
@@ -47,8 +59,8 @@ impl GateClient {
     /// Connects to the gate at this socket, which may take `timeout` for an answer.
     ///
     /// # Errors
-    /// No gate is there, it belongs to another keeper, or it does not answer.
-    pub fn connect(path: &Path, timeout: Duration) -> Result<Self, GateError> {
+    /// No gate is there, it belongs to another keeper, the VM was failed over, or it does not answer.
+    pub fn connect(path: &Path, timeout: Duration, keeper: GateKeeper) -> Result<Self, GateError> {
         let failed = |source| GateError::Connect { path: path.to_owned(), source };
         let stream = Arc::new(UnixStream::connect(path).map_err(failed)?);
         stream.set_write_timeout(Some(timeout)).map_err(failed)?;
@@ -57,14 +69,18 @@ impl GateClient {
         let reader = thread::Builder::new().name("gate".into()).spawn(move || heard.read(&reading)).map_err(failed)?;
         let client = Self { path: path.to_owned(), timeout, stream, shared, reader: Some(reader) };
         // A gate that is busy closes without reading it.
-        let sent = client.order(Order::Hello(VERSION));
-        let heard = client.wait(|heard| heard.welcome.is_some() || heard.busy);
-        let (busy, welcome) = {
+        let GateKeeper { protection, vm } = keeper;
+        let sent = client.order(Order::Hello { version: VERSION, protection, vm: vm.unwrap_or(0).into() });
+        let heard = client.wait(|heard| heard.welcome.is_some() || heard.busy || heard.refused);
+        let (busy, refused, welcome) = {
             let heard = client.shared.heard.lock();
-            (heard.busy, heard.welcome)
+            (heard.busy, heard.refused, heard.welcome)
         };
         if busy {
             return Err(GateError::Busy { path: path.to_owned() });
+        }
+        if refused {
+            return Err(GateError::FailedOver { path: path.to_owned() });
         }
         heard.and(sent)?;
         match welcome {
@@ -102,6 +118,9 @@ impl GateClient {
 
     fn ended(&self, heard: &mut Heard) -> GateError {
         let path = self.path.clone();
+        if heard.refused {
+            return GateError::FailedOver { path };
+        }
         match heard.ended.as_mut().and_then(Option::take) {
             Some(error) if error.kind() == io::ErrorKind::InvalidData => {
                 GateError::Protocol { path, found: error.to_string() }
@@ -188,11 +207,14 @@ impl Shared {
             match answer {
                 Answer::Welcome(version) => heard.welcome = Some(version),
                 Answer::Busy => heard.busy = true,
+                Answer::Refused => heard.refused = true,
                 Answer::Sealed(epoch) => heard.sealed = Some(epoch),
                 Answer::Aborted(epoch) => heard.aborted = Some(epoch),
                 Answer::Counters(counters) => heard.counters = counters,
                 Answer::Output => heard.signal.iter().for_each(OutputSignal::before_output),
                 Answer::Full => heard.signal.iter().for_each(OutputSignal::nearly_full),
+                // A failover's.
+                Answer::Fenced(_) | Answer::Unknown | Answer::Unidentified => {}
             }
         }
         drop(heard);

@@ -42,6 +42,13 @@ pub enum GateError {
         path: PathBuf,
     },
 
+    /// It refuses the keeper: its VM was failed over.
+    #[error("the gate at {} refuses this VM, which was failed over", path.display())]
+    FailedOver {
+        /// Its socket.
+        path: PathBuf,
+    },
+
     /// It does not answer.
     #[error("the gate at {} has not answered for {} s", path.display(), after.as_secs_f64())]
     Timeout {

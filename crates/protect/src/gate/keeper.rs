@@ -9,25 +9,66 @@ use super::vm::is_passing;
 
 /// Most bytes of answers that a keeper may leave unread.
 const UNREAD_MAX: usize = 1 << 20;
+/// Most connections that have not said anything yet; one more ends the oldest of them.
+const VISITORS_MAX: usize = 4;
 
-/// A keeper that is connected.
+/// A keeper or a failover that is connected.
 #[derive(Debug)]
-struct Connected {
+pub(super) struct Connected {
     stream: UnixStream,
     orders: Vec<u8>,
     answers: Vec<u8>,
 }
 
-/// The listening socket, and the keeper that is connected; another one is refused.
+impl Connected {
+    /// Reads what has come.
+    ///
+    /// # Errors
+    /// It is gone.
+    fn read(&mut self) -> io::Result<()> {
+        let mut room = [0; 4096];
+        match (&self.stream).read(&mut room) {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => {
+                self.orders.extend_from_slice(room.get(..count).unwrap_or_default());
+                Ok(())
+            }
+            Err(error) if is_passing(&error) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the next order that has been read.
+    ///
+    /// # Errors
+    /// It cannot be an order.
+    fn next_order(&mut self) -> io::Result<Option<Order>> {
+        let decoded = Order::decode(&self.orders);
+        let decoded = decoded.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        Ok(decoded.map(|(order, length)| {
+            self.orders.drain(..length);
+            order
+        }))
+    }
+
+    /// Answers, and closes the connection. One that does not get it sees the end.
+    pub(super) fn dismiss(mut self, answer: Answer) {
+        answer.encode(&mut self.answers);
+        let _ = (&self.stream).write(&self.answers);
+    }
+}
+
+/// The listening socket, the keeper that is connected, and those who have not said yet what they are.
 #[derive(Debug)]
 pub(super) struct KeeperPort {
     listener: UnixListener,
+    visitors: Vec<Connected>,
     keeper: Option<Connected>,
 }
 
 impl KeeperPort {
     pub(super) const fn new(listener: UnixListener) -> Self {
-        Self { listener, keeper: None }
+        Self { listener, visitors: Vec::new(), keeper: None }
     }
 
     pub(super) fn listener_fd(&self) -> BorrowedFd<'_> {
@@ -38,29 +79,53 @@ impl KeeperPort {
         self.keeper.as_ref().map(|keeper| keeper.stream.as_fd())
     }
 
+    pub(super) fn visitor_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.visitors.iter().map(|visitor| visitor.stream.as_fd())
+    }
+
+    /// Whether there is a keeper.
+    pub(super) const fn has_keeper(&self) -> bool {
+        self.keeper.is_some()
+    }
+
     /// Whether answers wait for it.
     pub(super) fn has_answers(&self) -> bool {
         self.keeper.as_ref().is_some_and(|keeper| !keeper.answers.is_empty())
     }
 
-    /// Accepts a keeper that waits, or refuses it.
+    /// Accepts a keeper or a failover that waits.
     pub(super) fn accept(&mut self) -> io::Result<()> {
         match self.listener.accept() {
             Ok((stream, _)) => {
                 stream.set_nonblocking(true)?;
-                let mut keeper = Connected { stream, orders: Vec::new(), answers: Vec::new() };
-                if self.keeper.is_some() {
-                    Answer::Busy.encode(&mut keeper.answers);
-                    // A keeper that does not get it sees the end.
-                    let _ = (&keeper.stream).write(&keeper.answers);
-                } else {
-                    self.keeper = Some(keeper);
+                if self.visitors.len() >= VISITORS_MAX {
+                    self.visitors.remove(0);
                 }
+                self.visitors.push(Connected { stream, orders: Vec::new(), answers: Vec::new() });
                 Ok(())
             }
             Err(error) if is_passing(&error) || error.kind() == io::ErrorKind::ConnectionAborted => Ok(()),
             Err(error) => Err(error),
         }
+    }
+
+    /// Returns a visitor that has given its first order, and that. Those who say something else are gone.
+    pub(super) fn next_visitor(&mut self) -> Option<(Connected, Order)> {
+        let mut at = 0;
+        while let Some(visitor) = self.visitors.get_mut(at) {
+            match visitor.read().and_then(|()| visitor.next_order()) {
+                Ok(None) => at += 1,
+                Ok(Some(order)) => return Some((self.visitors.remove(at), order)),
+                Err(_) => drop(self.visitors.remove(at)),
+            }
+        }
+        None
+    }
+
+    /// Takes a visitor as the keeper.
+    pub(super) fn admit(&mut self, keeper: Connected) {
+        debug_assert!(self.keeper.is_none(), "there is one keeper at a time");
+        self.keeper = Some(keeper);
     }
 
     /// Appends an answer, to be [written](Self::write).
@@ -92,17 +157,7 @@ impl KeeperPort {
     /// # Errors
     /// The keeper is gone.
     pub(super) fn read(&mut self) -> io::Result<()> {
-        let Some(keeper) = &mut self.keeper else { return Ok(()) };
-        let mut room = [0; 4096];
-        match (&keeper.stream).read(&mut room) {
-            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => {
-                keeper.orders.extend_from_slice(room.get(..count).unwrap_or_default());
-                Ok(())
-            }
-            Err(error) if is_passing(&error) => Ok(()),
-            Err(error) => Err(error),
-        }
+        self.keeper.as_mut().map_or(Ok(()), Connected::read)
     }
 
     /// Returns the next order that has been read.
@@ -110,13 +165,14 @@ impl KeeperPort {
     /// # Errors
     /// It cannot be an order.
     pub(super) fn next_order(&mut self) -> io::Result<Option<Order>> {
-        let Some(keeper) = &mut self.keeper else { return Ok(None) };
-        let decoded = Order::decode(&keeper.orders);
-        let decoded = decoded.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-        Ok(decoded.map(|(order, length)| {
-            keeper.orders.drain(..length);
-            order
-        }))
+        self.keeper.as_mut().map_or(Ok(None), Connected::next_order)
+    }
+
+    /// Says that its VM was failed over, and closes the connection.
+    pub(super) fn refuse(&mut self) {
+        if let Some(keeper) = self.keeper.take() {
+            keeper.dismiss(Answer::Refused);
+        }
     }
 
     /// Closes the connection.

@@ -1,12 +1,14 @@
 //! The messages between a keeper and a gate, on a unix socket.
 //!
 //! All numbers are big-endian. A message is its kind (4 bytes), the number of 8-byte words that follow its header (4
-//! bytes), a value (8 bytes), and the words. Only the counters have any; a reader ignores those that it does not know.
+//! bytes), a value (8 bytes), and the words: counters, or the id of a protection. A reader ignores those that it does not
+//! know.
 
 use std::time::Duration;
 
 use limosa_migrate::output::OutputCounters;
 use limosa_page::{to_nanos, to_usize};
+use uuid::Uuid;
 
 /// The version of these messages.
 pub(super) const VERSION: u64 = 1;
@@ -25,17 +27,31 @@ pub(super) enum MessageError {
     Words { kind: u32, words: u32 },
 }
 
-/// A keeper's order.
+/// An order: a keeper's, or a failover's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// A series begins; the version of the messages.
-    Hello(u64),
+    /// A series begins.
+    Hello {
+        /// The version of the messages.
+        version: u64,
+        /// The protection that it is of; nil if the keeper does not say it.
+        protection: Uuid,
+        /// The number of the process of the VM's QEMU; 0 if it is not known.
+        vm: u64,
+    },
     /// The VM stands still: the epoch of this number ends.
     Seal(u64),
     /// The checkpoint of this number counts.
     Commit(u64),
     /// It does not, and no later one will.
     Abort(u64),
+    /// A failover's: the VM of this protection is refused from now on.
+    Fence {
+        /// The checkpoint from which it continues elsewhere: its frames may leave.
+        epoch: u64,
+        /// The protection.
+        protection: Uuid,
+    },
 }
 
 /// A gate's message.
@@ -55,27 +71,44 @@ pub(super) enum Answer {
     Counters(OutputCounters),
     /// The answer to abort.
     Aborted(u64),
+    /// The answer to hello of a protection that was fenced.
+    Refused,
+    /// The answer to fence: its process is refused from now on, or has ended. The process's number; 0: it has none that
+    /// the gate can see.
+    Fenced(u64),
+    /// The answer to fence: the gate has not had this protection, or another one since. Nothing has changed.
+    Unknown,
+    /// The answer to fence: the protection has ended here, but its VM cannot be told from another one when it comes
+    /// back.
+    Unidentified,
 }
 
 impl Order {
     pub(super) fn encode(self, out: &mut Vec<u8>) {
-        let (kind, value) = match self {
-            Self::Hello(version) => (1, version),
-            Self::Seal(epoch) => (2, epoch),
-            Self::Commit(epoch) => (3, epoch),
-            Self::Abort(epoch) => (4, epoch),
-        };
-        encode(kind, value, &[], out);
+        match self {
+            Self::Hello { version, protection, vm } => {
+                let [high, low] = id_words(protection);
+                encode(1, version, &[high, low, vm], out);
+            }
+            Self::Seal(epoch) => encode(2, epoch, &[], out),
+            Self::Commit(epoch) => encode(3, epoch, &[], out),
+            Self::Abort(epoch) => encode(4, epoch, &[], out),
+            Self::Fence { epoch, protection } => encode(5, epoch, &id_words(protection), out),
+        }
     }
 
     /// Decodes the first order; `None` if more bytes are needed. Returns its length as well.
     pub(super) fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, MessageError> {
         let Some(raw) = Raw::decode(bytes)? else { return Ok(None) };
         let order = match raw.kind {
-            1 => Self::Hello(raw.value),
+            1 => {
+                let vm = numbers(raw.words).nth(2).unwrap_or(0);
+                Self::Hello { version: raw.value, protection: id(raw.words), vm }
+            }
             2 => Self::Seal(raw.value),
             3 => Self::Commit(raw.value),
             4 => Self::Abort(raw.value),
+            5 => Self::Fence { epoch: raw.value, protection: id(raw.words) },
             kind => return Err(MessageError::Kind(kind)),
         };
         Ok(Some((order, raw.length)))
@@ -92,6 +125,10 @@ impl Answer {
             Self::Full => encode(0x105, 0, &[], out),
             Self::Counters(counters) => encode(0x106, 0, &words(&counters), out),
             Self::Aborted(epoch) => encode(0x107, epoch, &[], out),
+            Self::Refused => encode(0x108, 0, &[], out),
+            Self::Fenced(pid) => encode(0x109, pid, &[], out),
+            Self::Unknown => encode(0x10a, 0, &[], out),
+            Self::Unidentified => encode(0x10b, 0, &[], out),
         }
     }
 
@@ -106,6 +143,10 @@ impl Answer {
             0x105 => Self::Full,
             0x106 => Self::Counters(counters(raw.words)),
             0x107 => Self::Aborted(raw.value),
+            0x108 => Self::Refused,
+            0x109 => Self::Fenced(raw.value),
+            0x10a => Self::Unknown,
+            0x10b => Self::Unidentified,
             kind => return Err(MessageError::Kind(kind)),
         };
         Ok(Some((answer, raw.length)))
@@ -160,9 +201,25 @@ fn words(counters: &OutputCounters) -> [u64; 9] {
     ]
 }
 
+/// The words of a message.
+fn numbers(words: &[u8]) -> impl Iterator<Item = u64> {
+    words.chunks_exact(8).filter_map(|eight| eight.first_chunk()).map(|word| u64::from_be_bytes(*word))
+}
+
+fn id_words(id: Uuid) -> [u64; 2] {
+    let (high, low) = id.as_u64_pair();
+    [high, low]
+}
+
+/// Reads an id; one that is missing is nil.
+fn id(words: &[u8]) -> Uuid {
+    let mut words = numbers(words);
+    words.next().zip(words.next()).map_or(Uuid::nil(), |(high, low)| Uuid::from_u64_pair(high, low))
+}
+
 /// Reads counters; those that are missing are 0.
 fn counters(words: &[u8]) -> OutputCounters {
-    let mut words = words.chunks_exact(8).filter_map(|eight| eight.first_chunk()).map(|word| u64::from_be_bytes(*word));
+    let mut words = numbers(words);
     let mut next = || words.next().unwrap_or(0);
     let mut counters = OutputCounters::default();
     counters.held_packets = next();
@@ -197,18 +254,39 @@ mod tests {
             Answer::Full,
             Answer::Counters(counters),
             Answer::Aborted(3),
+            Answer::Refused,
+            Answer::Fenced(1 << 22),
+            Answer::Unknown,
+            Answer::Unidentified,
         ] {
             let mut bytes = Vec::new();
             answer.encode(&mut bytes);
             assert_eq!(Answer::decode(&bytes), Ok(Some((answer, bytes.len()))));
             assert_eq!(Answer::decode(&bytes[..bytes.len() - 1]), Ok(None));
         }
-        for order in [Order::Hello(1), Order::Seal(5), Order::Commit(1 << 33), Order::Abort(0)] {
+        let protection = Uuid::new_v4();
+        for order in [
+            Order::Hello { version: 1, protection, vm: 1 << 22 },
+            Order::Seal(5),
+            Order::Commit(1 << 33),
+            Order::Abort(0),
+            Order::Fence { epoch: 7, protection },
+        ] {
             let mut bytes = Vec::new();
             order.encode(&mut bytes);
+            let length = bytes.len();
+            assert_eq!(Order::decode(&bytes[..length - 1]), Ok(None));
             bytes.push(0);
-            assert_eq!(Order::decode(&bytes), Ok(Some((order, HEADER))));
+            assert_eq!(Order::decode(&bytes), Ok(Some((order, length))));
         }
+    }
+
+    #[test]
+    fn a_hello_without_the_name_of_its_protection_has_none() {
+        let mut bytes = Vec::new();
+        encode(1, VERSION, &[], &mut bytes);
+        let hello = Order::Hello { version: VERSION, protection: Uuid::nil(), vm: 0 };
+        assert_eq!(Order::decode(&bytes), Ok(Some((hello, HEADER))));
     }
 
     #[test]

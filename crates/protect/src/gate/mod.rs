@@ -21,6 +21,7 @@
 //! | the keeper is gone without a word, and the VM stays | held for the [grace](GateOptions::grace), then dropped | then leave at once |
 //! | the VM is gone, the keeper commits its last checkpoint | those of it leave | dropped |
 //! | the VM and the keeper are gone | dropped | |
+//! | a failover [fences](fence_gate) the VM | those of its checkpoint leave, later ones are dropped | of its process: refused; of others: leave at once |
 //! | the network is gone | dropped when they are let out | the same |
 //!
 //! Facts about QEMU 11.1 that it rests on: a stopped VM has everything that it sent in the socket; a back end with
@@ -28,6 +29,8 @@
 
 mod client;
 mod error;
+mod fences;
+mod fencing;
 mod frame;
 pub(crate) mod hold;
 mod keeper;
@@ -38,8 +41,9 @@ mod server;
 mod tap;
 mod vm;
 
-pub use client::GateClient;
+pub use client::{GateClient, GateKeeper};
 pub use error::GateError;
+pub use fencing::{GateFence, fence_gate};
 pub use frame::{FRAME_MAX, FrameError, FrameReader};
 pub use network::{NetworkAddress, NetworkAddressError};
 pub use server::{Gate, GateAddresses, GateOptions, GateReport};

@@ -10,19 +10,23 @@ use limosa_migrate::output::OutputCounters;
 use limosa_page::to_u64;
 use limosa_socket::{SocketAccess, SocketFile, listen_with};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use uuid::Uuid;
 
 use super::error::GateError;
+use super::fences::{Fenced, Fences};
 use super::frame::PREFIX;
 use super::hold::{Hold, Offered};
-use super::keeper::KeeperPort;
+use super::keeper::{Connected, KeeperPort};
 use super::message::{Answer, Order, VERSION};
 use super::network::{LinkChange, Network, NetworkAddress};
-use super::vm::{VmLost, VmPort, VmRead};
+use super::vm::{Accepted, VmLost, VmPort, VmRead};
 
 /// Bytes of frames for the VM that it has not read.
 const INBOUND_LIMIT: u64 = 1 << 20;
 /// Connections that may wait at a socket.
 const BACKLOG: i32 = 8;
+/// The place of the first visitor among the sockets that are waited for.
+const VISITORS: usize = 6;
 /// Bytes after which the drain of a seal ends: many times what a socket holds of a VM that stands still.
 const DRAIN_MAX: u64 = 64 << 20;
 
@@ -87,6 +91,9 @@ pub struct Gate {
     keeper: KeeperPort,
     network: Network,
     hold: Hold,
+    fences: Fences,
+    /// It was reported that a fenced VM has come back.
+    refusal_reported: bool,
     grace: Duration,
     /// The keeper is gone without a word, since then.
     lost: Option<Instant>,
@@ -115,6 +122,8 @@ impl Gate {
             keeper: KeeperPort::new(UnixListener::from(keeper)),
             network,
             hold: Hold::new(options.limit),
+            fences: Fences::default(),
+            refusal_reported: false,
             grace: options.grace,
             lost: None,
             full_reported: false,
@@ -145,8 +154,15 @@ impl Gate {
             return Ok(true);
         }
         let failed = |what| move |source| GateError::System { what, source };
-        if ready.vm_waits && self.vm.accept().map_err(failed("accept a VM"))? {
-            notice("the VM is connected");
+        if ready.vm_waits {
+            match self.vm.accept(&self.fences).map_err(failed("accept a VM"))? {
+                Accepted::Vm => notice("the VM is connected"),
+                // It tries again and again.
+                Accepted::Refused(pid) if !std::mem::replace(&mut self.refusal_reported, true) => {
+                    notice(&format!("{} is refused: its VM was failed over", process_name(pid)));
+                }
+                Accepted::Refused(_) | Accepted::None => {}
+            }
         }
         if ready.vm {
             self.read_vm(notice);
@@ -154,7 +170,8 @@ impl Gate {
         if ready.keeper_waits {
             self.keeper.accept().map_err(failed("accept a keeper"))?;
         }
-        if ready.keeper
+        let admitted = ready.visitors && self.hear_visitors(notice);
+        if (ready.keeper || admitted)
             && let Err(error) = self.obey(notice)
         {
             self.lose_keeper(&error, notice);
@@ -181,7 +198,8 @@ impl Gate {
             let read = if read { PollFlags::IN } else { PollFlags::empty() };
             if write { read | PollFlags::OUT } else { read }
         };
-        let wanted: [(Option<BorrowedFd<'_>>, PollFlags); 6] = [
+        let visitors = self.keeper.visitor_fds().map(|fd| (Some(fd), PollFlags::IN));
+        let wanted: [(Option<BorrowedFd<'_>>, PollFlags); VISITORS] = [
             (Some(stop), PollFlags::IN),
             (self.vm.listener_fd(), PollFlags::IN),
             (self.vm.vm_fd(), both(true, self.vm.has_frames())),
@@ -195,7 +213,7 @@ impl Gate {
         let time = deadlines.into_iter().flatten().min().map(|at| at.saturating_duration_since(now));
         let time = time.and_then(|time| Timespec::try_from(time).ok());
         let used: Vec<(usize, BorrowedFd<'_>, PollFlags)> = (0..)
-            .zip(wanted)
+            .zip(wanted.into_iter().chain(visitors))
             .filter_map(|(index, (fd, flags))| fd.filter(|_| !flags.is_empty()).map(|fd| (index, fd, flags)))
             .collect();
         let mut fds: Vec<PollFd<'_>> =
@@ -206,11 +224,12 @@ impl Gate {
             Err(errno) => return Err(GateError::System { what: "wait for sockets", source: errno.into() }),
         }
         // An end or an error is found by reading.
-        let is_ready = |wanted: usize| {
+        let is_any_ready = |is_wanted: &dyn Fn(usize) -> bool| {
             let mut all = used.iter().zip(&fds);
             let write_alone = PollFlags::OUT;
-            all.any(|((index, ..), fd)| *index == wanted && !(fd.revents() - write_alone).is_empty())
+            all.any(|((index, ..), fd)| is_wanted(*index) && !(fd.revents() - write_alone).is_empty())
         };
+        let is_ready = |wanted: usize| is_any_ready(&|index| index == wanted);
         Ok(Ready {
             stop: is_ready(0),
             vm_waits: is_ready(1),
@@ -218,6 +237,7 @@ impl Gate {
             keeper_waits: is_ready(3),
             keeper: is_ready(4),
             network: is_ready(5) && !self.vm.is_full(),
+            visitors: is_any_ready(&|index| index >= VISITORS),
         })
     }
 
@@ -247,6 +267,73 @@ impl Gate {
         }
     }
 
+    /// Hears who has connected, and does what they want. Returns whether one has become the keeper.
+    fn hear_visitors(&mut self, notice: &dyn Fn(&str)) -> bool {
+        let mut admitted = false;
+        while let Some((visitor, order)) = self.keeper.next_visitor() {
+            match order {
+                Order::Hello { .. } if self.keeper.has_keeper() => visitor.dismiss(Answer::Busy),
+                Order::Hello { version, protection, vm } => {
+                    let vm = u32::try_from(vm).ok().filter(|vm| *vm > 0);
+                    if self.fences.begin(protection, vm) {
+                        self.welcome(visitor, version, notice);
+                        admitted = true;
+                    } else {
+                        visitor.dismiss(Answer::Refused);
+                    }
+                }
+                Order::Fence { epoch, protection } => visitor.dismiss(self.fence(protection, epoch, notice)),
+                // Whoever does not begin as a keeper is none.
+                Order::Seal(_) | Order::Commit(_) | Order::Abort(_) => {}
+            }
+        }
+        admitted
+    }
+
+    /// Begins a series of a keeper.
+    fn welcome(&mut self, keeper: Connected, version: u64, notice: &dyn Fn(&str)) {
+        self.drain(notice);
+        self.begin_series();
+        self.keeper.admit(keeper);
+        self.keeper.answer(Answer::Welcome(VERSION));
+        if version != VERSION {
+            let _ = self.keeper.write();
+            self.lose_keeper(&io::Error::other(format!("it speaks version {version}, this is {VERSION}")), notice);
+        }
+    }
+
+    /// Fences the VM of a protection, which continues elsewhere from a checkpoint: cuts it and its keeper off, lets the
+    /// frames of the checkpoint out and drops later ones.
+    fn fence(&mut self, protection: Uuid, epoch: u64, notice: &dyn Fn(&str)) -> Answer {
+        let (vm, is_new) = match self.fences.fence(protection) {
+            Fenced::Now(vm) => (vm, true),
+            Fenced::Before(vm) => (vm, false),
+            Fenced::Unknown => return Answer::Unknown,
+        };
+        let process = vm.as_ref().and_then(|vm| vm.process.as_ref());
+        let answer = process.map_or(Answer::Unidentified, |process| Answer::Fenced(process.pid().unwrap_or(0).into()));
+        if !is_new {
+            return answer;
+        }
+        let network = &mut self.network;
+        // If it is not sealed, nothing of it is held.
+        let _ = self.hold.commit(epoch, Instant::now(), |frames| network.push_all(frames));
+        let change = self.network.write();
+        self.note(change, notice);
+        if let Some(vm) = &vm {
+            self.vm.cut(vm);
+        }
+        // The survivor may be connected already, and has a hold of its own when it is protected.
+        self.keeper.refuse();
+        self.refusal_reported = false;
+        notice(&format!(
+            "the VM was failed over{}",
+            process.map(|process| format!("; {} is refused", process_name(process.pid()))).unwrap_or_default()
+        ));
+        self.release(notice);
+        answer
+    }
+
     /// Reads the keeper's orders and follows them.
     fn obey(&mut self, notice: &dyn Fn(&str)) -> io::Result<()> {
         let read = self.keeper.read();
@@ -254,20 +341,15 @@ impl Gate {
         while let Some(order) = self.keeper.next_order()? {
             let refused = |error| io::Error::new(io::ErrorKind::InvalidData, error);
             match order {
-                Order::Hello(version) => {
-                    self.drain(notice);
-                    self.begin_series();
-                    self.keeper.answer(Answer::Welcome(VERSION));
-                    if version != VERSION {
-                        self.keeper.write()?;
-                        return Err(io::Error::other(format!("it speaks version {version}, this is {VERSION}")));
-                    }
+                Order::Hello { .. } | Order::Fence { .. } => {
+                    return Err(io::Error::other("it begins twice on one connection"));
                 }
                 Order::Seal(epoch) => {
                     let begun = !self.hold.is_holding();
                     self.drain(notice);
                     self.count_undelivered();
                     self.hold.seal(epoch).map_err(refused)?;
+                    self.fences.seal(|| self.vm.connected());
                     self.keeper.answer(Answer::Sealed(epoch));
                     if begun {
                         notice("output waits for checkpoints");
@@ -382,6 +464,11 @@ fn reason(error: &io::Error) -> String {
     }
 }
 
+/// The name of a VM's process for people.
+fn process_name(pid: Option<u32>) -> String {
+    pid.map_or_else(|| "its process".into(), |pid| format!("process {pid}"))
+}
+
 /// The sockets that something can be read from.
 #[derive(Debug, Clone, Copy, Default)]
 struct Ready {
@@ -391,4 +478,5 @@ struct Ready {
     keeper_waits: bool,
     keeper: bool,
     network: bool,
+    visitors: bool,
 }

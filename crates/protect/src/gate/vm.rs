@@ -3,7 +3,11 @@
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 
+use limosa_socket::PeerProcess;
+
+use super::fences::{ConnectedVm, Fences};
 use super::frame::FrameReader;
 use super::queue::{FrameQueue, FrameSink};
 
@@ -35,11 +39,26 @@ pub(super) enum VmRead {
     Lost(VmLost),
 }
 
+/// The end of an attempt to accept a VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Accepted {
+    /// It is connected.
+    Vm,
+    /// It was failed over, and has been turned away; the number of its process, if it has one here.
+    Refused(Option<u32>),
+    /// None waits.
+    None,
+}
+
 /// The listening socket, and the VM that is connected. Another one waits until that one is gone.
 #[derive(Debug)]
 pub(super) struct VmPort {
     listener: UnixListener,
     vm: Option<UnixStream>,
+    /// The process of that VM, if it can be told from others.
+    process: Option<Arc<PeerProcess>>,
+    /// The number of the last connection.
+    connection: u64,
     reader: FrameReader,
     queue: FrameQueue,
     /// Frames that no VM was there for, or that did not read them.
@@ -49,7 +68,7 @@ pub(super) struct VmPort {
 impl VmPort {
     pub(super) fn new(listener: UnixListener, limit: u64) -> Self {
         let (reader, queue) = (FrameReader::new(), FrameQueue::new(limit));
-        Self { listener, vm: None, reader, queue, undelivered: 0 }
+        Self { listener, vm: None, process: None, connection: 0, reader, queue, undelivered: 0 }
     }
 
     pub(super) const fn is_connected(&self) -> bool {
@@ -79,17 +98,36 @@ impl VmPort {
         self.queue.is_full()
     }
 
-    /// Accepts a VM that waits. Returns whether there was one.
-    pub(super) fn accept(&mut self) -> io::Result<bool> {
+    /// Accepts a VM that waits, unless it was fenced.
+    pub(super) fn accept(&mut self, fences: &Fences) -> io::Result<Accepted> {
         match self.listener.accept() {
             Ok((vm, _)) => {
+                let process = PeerProcess::of(vm.as_fd()).ok();
+                if let Some(refused) = process.as_ref().filter(|process| fences.refuses(process)) {
+                    return Ok(Accepted::Refused(refused.pid()));
+                }
                 vm.set_nonblocking(true)?;
                 self.reader.restart();
-                self.vm = Some(vm);
-                Ok(true)
+                self.connection += 1;
+                (self.vm, self.process) = (Some(vm), process.map(Arc::new));
+                Ok(Accepted::Vm)
             }
-            Err(error) if is_passing(&error) || error.kind() == io::ErrorKind::ConnectionAborted => Ok(false),
+            Err(error) if is_passing(&error) || error.kind() == io::ErrorKind::ConnectionAborted => Ok(Accepted::None),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the VM that is connected.
+    pub(super) fn connected(&self) -> Option<ConnectedVm> {
+        self.vm.as_ref()?;
+        Some(ConnectedVm { connection: self.connection, process: self.process.clone() })
+    }
+
+    /// Cuts a VM off, if it is connected.
+    pub(super) fn cut(&mut self, vm: &ConnectedVm) {
+        let is_its = |process: &Arc<PeerProcess>| vm.process.as_ref().is_some_and(|fenced| fenced.is(process));
+        if self.vm.is_some() && (self.connection == vm.connection || self.process.as_ref().is_some_and(is_its)) {
+            self.lose(io::ErrorKind::ConnectionAborted.into());
         }
     }
 
@@ -130,7 +168,7 @@ impl VmPort {
 
     fn lose(&mut self, error: io::Error) -> VmLost {
         self.undelivered += self.queue.clear();
-        self.vm = None;
+        (self.vm, self.process) = (None, None);
         VmLost(error)
     }
 }

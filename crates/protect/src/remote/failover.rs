@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 use limosa_migrate::VmError;
 use limosa_page::error_with_causes;
-use limosa_qemu::{JobContext, JobError, bring_overlays, drop_disks_after, refuse_changed_disks};
-use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Manifest, Snapshot};
+use limosa_qemu::{JobContext, refuse_changed_disks};
+use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Snapshot};
 
 use super::desk::{Admission, Desk, Visitor, VmName};
 use super::message::Farewell;
@@ -33,38 +33,14 @@ const TICK: Duration = Duration::from_millis(20);
 /// How soon a fencing that has failed is tried again, at the earliest.
 const FENCE_AGAIN: Duration = Duration::from_secs(5);
 
-/// Makes sure that the protected VM cannot run, and has its disks as of the checkpoint.
+/// Makes sure that the protected VM cannot run or reach anything, and has its disks as of the checkpoint.
 fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<(), VmError> {
-    let checkpoint = directory.join(CHECKPOINT_NAME);
     // A VM that has continued without protection is better left alone.
-    with_manifest(&checkpoint, |manifest, epoch| {
-        refuse_changed_disks(&manifest.protected_disks, epoch, options.disk_servers)
-    })?;
-    (options.fence)()?;
-    bring_disks(&checkpoint, options.disk_servers)?;
-    Ok(())
-}
-
-/// Has the disks that belong to a checkpoint as of it: what the VM wrote later is dropped. The VM is off. `servers`:
-/// the control sockets of the servers of its disks.
-///
-/// # Errors
-/// The checkpoint cannot be read; as of [`drop_disks_after`] and [`bring_overlays`].
-pub fn bring_disks(checkpoint: &Path, servers: &[PathBuf]) -> Result<(), ProtectError> {
-    with_manifest(checkpoint, |manifest, epoch| {
-        bring_overlays(&manifest.overlaid_disks, epoch)?;
-        drop_disks_after(&manifest.protected_disks, epoch, servers)
-    })
-}
-
-fn with_manifest(
-    checkpoint: &Path,
-    work: impl FnOnce(&Manifest, u64) -> Result<(), JobError>,
-) -> Result<(), ProtectError> {
-    match Snapshot::open(checkpoint)?.manifest() {
-        Some(manifest) => Ok(work(manifest, manifest.checkpoint.unwrap_or(0))?),
-        None => Ok(()),
+    if let Some(manifest) = Snapshot::open(&directory.join(CHECKPOINT_NAME))?.manifest() {
+        let epoch = manifest.checkpoint.unwrap_or(0);
+        refuse_changed_disks(&manifest.protected_disks, epoch, options.disk_servers)?;
     }
+    (options.fence)()
 }
 
 /// How a keeper fails over.
@@ -81,7 +57,8 @@ pub struct StandbyOptions<'a> {
     pub when_lost: Option<Duration>,
     /// Fails over now, if the primary is lost.
     pub now: &'a AtomicBool,
-    /// Makes sure that the protected VM cannot run, now or later; otherwise says why that is not sure.
+    /// Makes sure that the protected VM cannot run or reach anything, now or later, and has its disks as of the checkpoint;
+    /// otherwise says why that is not sure.
     pub fence: &'a (dyn Fn() -> Result<(), VmError> + Sync),
     /// The control sockets of the servers of its disks. Without any, VMs whose disks belong to their checkpoints are
     /// not kept.
@@ -187,16 +164,20 @@ impl Lost {
         // Held until the VM runs, so that nobody else starts it from here.
         let held = CheckpointDirectory::open(directory)?;
         if !ownership::take_over(directory)? {
-            notice("not failed over: another failover has had the VM already");
+            notice("not failed over: the VM continues from its checkpoint already");
             return Ok(Fate::Gone);
         }
         let survivor = match self.standby.take().map(Standby::continue_vm) {
             Some(Ok(continued)) => Survivor::Runs(Box::new(continued)),
-            Some(Err(error)) => {
-                notice(&format!("{}; the VM is restored from its checkpoint", error_with_causes(&error)));
+            failed => {
+                if let Some(Err(error)) = failed {
+                    let error = error_with_causes(&error);
+                    notice(&format!("{error}; the VM is restored from its checkpoint"));
+                }
+                // Who restores it takes it then.
+                ownership::give_back(directory)?;
                 Survivor::Stored(held.checkpoint())
             }
-            None => Survivor::Stored(held.checkpoint()),
         };
         drop(held);
         (options.survive)(survivor);

@@ -28,9 +28,9 @@ mod relay;
 
 pub(crate) use connect::Greeted;
 pub use connect::KeeperAddress;
-pub use failover::{StandbyOptions, Survivor, bring_disks};
+pub use failover::{StandbyOptions, Survivor};
 pub use keep::{KeepEvent, KeepOptions, KeepReport, KeepRequest, keep};
 pub use message::Farewell;
-pub use ownership::take_over;
+pub use ownership::{give_back, has_survivor, take_over};
 pub(crate) use recovery::{Recovery, Unprotected};
 pub(crate) use relay::{Relay, cut};

@@ -3,6 +3,9 @@
 //! Law: **a protection whose checkpoints a VM continues from is never kept again**: its primary is told so, and does
 //! not run the VM. A later protection, that of the survivor, is another one. The checkpoint says which protection it is
 //! of; a file beside it has those that were failed over, as keepers and failovers are processes that come and go.
+//!
+//! Law: **one VM continues from a protection.** A second file has those whose VM continues, from before it runs. One
+//! whose QEMU did not start is taken out again, so that another failover may try; its primary stays turned away.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
@@ -15,6 +18,8 @@ use crate::error::ProtectError;
 
 /// The file with the protections that were failed over, the newest last.
 const TAKEN_OVER: &str = ".taken-over";
+/// The file with those of them that a VM continues from.
+const CONTINUED: &str = ".continued";
 /// Most of them that are remembered.
 const REMEMBERED: usize = 64;
 /// Most bytes of the file that are read.
@@ -30,29 +35,67 @@ pub(super) fn is_taken_over(directory: &Path, protection: Uuid) -> io::Result<bo
 
 /// Records that a VM continues from the checkpoint in this directory: `limosa keep` then refuses the primary whose
 /// checkpoint it is, for ever. To be called by a failover that has the directory, before its VM runs. Returns false if
-/// that was recorded already: another failover may have the VM.
+/// a VM continues from it already: the failover must not run another one.
 ///
 /// # Errors
 /// The checkpoint cannot be read, or the record cannot be made durable: the VM must not run.
 pub fn take_over(directory: &Path) -> Result<bool, ProtectError> {
-    let snapshot = Snapshot::open(&directory.join(CHECKPOINT_NAME))?;
-    // One of a VM on its own host has none.
-    let protection = snapshot.manifest().and_then(|manifest| manifest.protection);
-    let Some(protection) = protection else { return Ok(true) };
-    note(directory, protection).map_err(|source| ProtectError::Ownership { directory: directory.to_owned(), source })
+    let Some(protection) = of_checkpoint(directory)? else { return Ok(true) };
+    let noted = note(directory, TAKEN_OVER, protection).and_then(|_| note(directory, CONTINUED, protection));
+    noted.map_err(failed(directory))
 }
 
-/// Records that this protection was failed over; false if it was recorded already.
-fn note(directory: &Path, protection: Uuid) -> io::Result<bool> {
-    let mut taken = read(directory, TAKEN_OVER)?;
-    if taken.contains(&protection) {
+/// Returns whether a VM continues, or has continued, from the checkpoint in this directory: a failover has
+/// [taken](take_over) it, and not [given it back](give_back).
+///
+/// # Errors
+/// The checkpoint or the record cannot be read.
+pub fn has_survivor(directory: &Path) -> Result<bool, ProtectError> {
+    let Some(protection) = of_checkpoint(directory)? else { return Ok(false) };
+    Ok(read(directory, CONTINUED).map_err(failed(directory))?.contains(&protection))
+}
+
+/// Records that the VM of a failover that has [taken](take_over) the checkpoint in this directory has never run: another
+/// failover may take it. Its primary stays refused.
+///
+/// # Errors
+/// The checkpoint cannot be read, or the record cannot be made durable: other failovers are refused.
+pub fn give_back(directory: &Path) -> Result<(), ProtectError> {
+    let Some(protection) = of_checkpoint(directory)? else { return Ok(()) };
+    let forget = || {
+        let mut continued = read(directory, CONTINUED)?;
+        continued.retain(|other| *other != protection);
+        write(directory, CONTINUED, &continued)
+    };
+    forget().map_err(failed(directory))
+}
+
+/// Returns the protection of a directory's checkpoint; `None`: that of an older limosa has none.
+fn of_checkpoint(directory: &Path) -> Result<Option<Uuid>, ProtectError> {
+    let snapshot = Snapshot::open(&directory.join(CHECKPOINT_NAME))?;
+    Ok(snapshot.manifest().and_then(|manifest| manifest.protection))
+}
+
+fn failed(directory: &Path) -> impl FnOnce(io::Error) -> ProtectError {
+    |source| ProtectError::Ownership { directory: directory.to_owned(), source }
+}
+
+/// Records a protection in a file; false if it was recorded already.
+fn note(directory: &Path, name: &str, protection: Uuid) -> io::Result<bool> {
+    let mut noted = read(directory, name)?;
+    if noted.contains(&protection) {
         return Ok(false);
     }
-    taken.push(protection);
-    let forgotten = taken.len().saturating_sub(REMEMBERED);
-    let lines: String = taken.iter().skip(forgotten).map(|protection| format!("{protection}\n")).collect();
-    replace(directory, TAKEN_OVER, &lines)?;
+    noted.push(protection);
+    write(directory, name, &noted)?;
     Ok(true)
+}
+
+/// Writes the newest protections of a list to a file, durably.
+fn write(directory: &Path, name: &str, protections: &[Uuid]) -> io::Result<()> {
+    let forgotten = protections.len().saturating_sub(REMEMBERED);
+    let lines: String = protections.iter().skip(forgotten).map(|protection| format!("{protection}\n")).collect();
+    replace(directory, name, &lines)
 }
 
 /// Reads the lines of a file that are protections; none if it is missing.
@@ -87,8 +130,8 @@ mod tests {
         let all: Vec<_> = (0..REMEMBERED + 3).map(|_| Uuid::new_v4()).collect();
         assert!(!is_taken_over(path, all[0]).unwrap());
         for protection in &all {
-            assert!(note(path, *protection).unwrap());
-            assert!(!note(path, *protection).unwrap());
+            assert!(note(path, TAKEN_OVER, *protection).unwrap());
+            assert!(!note(path, TAKEN_OVER, *protection).unwrap());
             assert!(is_taken_over(path, *protection).unwrap());
         }
         let known: Vec<_> = all.iter().map(|protection| is_taken_over(path, *protection).unwrap()).collect();

@@ -1,5 +1,6 @@
 //! A gate between a VM that is a socket, a network that is one, and the keeper's end.
 
+mod fences;
 mod scene;
 
 use std::io::{Read as _, Write as _};
@@ -8,7 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_migrate::output::{CheckpointCause, OutputGate, OutputSignal};
-use limosa_protect::gate::{FRAME_MAX, GateClient, GateError, GateOptions};
+use limosa_protect::gate::{FRAME_MAX, GateClient, GateError, GateKeeper, GateOptions};
+use uuid::Uuid;
 
 use scene::{SOON, Scene, framed};
 
@@ -289,7 +291,8 @@ fn a_gate_has_one_keeper_and_what_is_none_is_sent_away() {
     let (mut vm, mut network) = scene.connected();
     let keeper = scene.keeper();
     keeper.seal(0).unwrap();
-    let busy = GateClient::connect(&scene.keeper_socket(), SOON).unwrap_err();
+    let other = GateKeeper { protection: Uuid::new_v4(), vm: None };
+    let busy = GateClient::connect(&scene.keeper_socket(), SOON, other).unwrap_err();
     assert!(matches!(busy, GateError::Busy { .. }), "{busy:?}");
     keeper.commit(0).unwrap();
     keeper.abort(1).unwrap();

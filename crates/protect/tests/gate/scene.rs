@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use limosa_protect::gate::{Gate, GateAddresses, GateClient, GateOptions, GateReport, NetworkAddress};
+use limosa_protect::gate::{Gate, GateAddresses, GateClient, GateKeeper, GateOptions, GateReport, NetworkAddress};
 use rustix::event::{EventfdFlags, eventfd};
 use tempfile::TempDir;
+use uuid::Uuid;
 
 /// A limit for the stuck.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
@@ -46,6 +47,10 @@ impl Scene {
         Self { folder, far, stop, notices, gate: Mutex::new(Some(gate)) }
     }
 
+    pub(crate) fn vm_socket(&self) -> PathBuf {
+        self.at("vm")
+    }
+
     fn at(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
@@ -76,9 +81,15 @@ impl Scene {
     }
 
     pub(crate) fn keeper(&self) -> GateClient {
+        self.keeper_of(Uuid::new_v4())
+    }
+
+    /// The keeper of this protection.
+    pub(crate) fn keeper_of(&self, protection: Uuid) -> GateClient {
+        let keeper = GateKeeper { protection, vm: None };
         let until = Instant::now() + SOON;
         loop {
-            match GateClient::connect(&self.keeper_socket(), SOON) {
+            match GateClient::connect(&self.keeper_socket(), SOON, keeper) {
                 Ok(keeper) => return keeper,
                 // The one before is just leaving.
                 Err(error) => assert!(Instant::now() < until, "{error}"),

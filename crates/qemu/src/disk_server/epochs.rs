@@ -190,25 +190,67 @@ pub(crate) fn check_served(record: &ServedEpochs) -> Result<(), JobError> {
     keeper_of(&DiskServer::connect(Path::new(&record.control))?, &record.export).map(drop)
 }
 
-/// Has the disks of a checkpoint as of it, on their servers: what the VM wrote later is dropped, or was when a server
-/// that had been killed was started again. The VM is off. `controls`: the servers' control sockets.
-///
-/// # Errors
-/// A disk is served by none of them; it is as of another instant, or was written since; a server fails. It can be
-/// repeated then.
-pub fn drop_after(disks: &[ProtectedDisk], epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
-    disks.iter().try_for_each(|disk| drop_one(disk, epoch, controls))
+/// A disk that is as of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DroppedDisk {
+    /// The device, for messages.
+    pub device: String,
+    /// The processes of its VM that its server refuses from now on; empty if they were refused before, or have no
+    /// number here.
+    pub refused: Vec<u32>,
 }
 
-fn drop_one(disk: &ProtectedDisk, epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
-    for control in controls {
-        let Ok((server, found)) = asked(disk, control) else { continue };
-        if Verdict::on(disk, epoch, &found) == Verdict::Protected {
-            let arguments = json!({ "name": disk.export, "keeper": disk.keeper, "epoch": epoch, "serve-again": true });
-            return server.ask_within("export-drop", arguments, MERGED_WITHIN).map(drop);
-        }
+/// Has the disks of a checkpoint as of it, on their servers: what the VM wrote later is dropped, or was when a server
+/// that had been killed was started again. The servers refuse the VM from now on, as far as they recognize it; with
+/// `fence` it is not known to be off, and they must. `controls`: the servers' control sockets.
+///
+/// # Errors
+/// A disk is served by none of them; it is as of another instant, or was written since; its server would not recognize
+/// the VM, with `fence`; a server fails. It can be repeated then.
+pub fn drop_after(
+    disks: &[ProtectedDisk],
+    epoch: u64,
+    controls: &[PathBuf],
+    fence: bool,
+) -> Result<Vec<DroppedDisk>, JobError> {
+    disks.iter().map(|disk| drop_one(disk, epoch, controls, fence)).collect()
+}
+
+/// Returns the disks of a checkpoint whose servers would not recognize the VM when it comes back. `controls`: the
+/// servers' control sockets.
+#[must_use]
+pub fn find_unfenced_disks(disks: &[ProtectedDisk], controls: &[PathBuf]) -> Vec<String> {
+    let is_unfenced = |disk: &&ProtectedDisk| {
+        let found = protecting(disk, controls);
+        // One that was dropped already has refused it then.
+        found.is_some_and(|(_, found)| found.pointer("/protection/vm/recognized") != Some(&Value::Bool(true)))
+    };
+    disks.iter().filter(is_unfenced).map(|disk| disk.device.clone()).collect()
+}
+
+/// Returns the server that has the epochs of a disk, and the disk's export there.
+fn protecting(disk: &ProtectedDisk, controls: &[PathBuf]) -> Option<(DiskServer, Value)> {
+    let mut answers = controls.iter().filter_map(|control| asked(disk, control).ok());
+    answers.find(|(_, found)| log_of(found, "protection") == Some(disk.log))
+}
+
+fn drop_one(disk: &ProtectedDisk, epoch: u64, controls: &[PathBuf], fence: bool) -> Result<DroppedDisk, JobError> {
+    let ProtectedDisk { device, export, keeper, .. } = disk;
+    let device = device.clone();
+    let Some((server, _)) = protecting(disk, controls) else {
+        check_one(disk, epoch, controls)?;
+        return Ok(DroppedDisk { device, refused: Vec::new() });
+    };
+    let mut arguments = json!({ "name": export, "keeper": keeper, "epoch": epoch, "serve-again": true });
+    // Left out if it is off: older servers refuse fields that they do not know.
+    if fence {
+        arguments["fence"] = true.into();
     }
-    check_one(disk, epoch, controls)
+    let answer = server.ask_within("export-drop", arguments, MERGED_WITHIN)?;
+    let pids = answer.pointer("/vm/processes").and_then(Value::as_array).into_iter().flatten();
+    let refused = pids.filter_map(|pid| pid.as_u64().and_then(|pid| pid.try_into().ok())).collect();
+    Ok(DroppedDisk { device, refused })
 }
 
 /// Fails if a server says that a disk can never be [brought](drop_after) to this checkpoint: it has what the VM wrote

@@ -13,7 +13,7 @@ fn negotiation(encryption: Encryption) -> Negotiation {
         let disk = Raw::open(Arc::new(disk), &RawOptions::default()).unwrap();
         exports.add(Export::new(name, disk).unwrap().description("for tests").unwrap()).unwrap();
     }
-    Negotiation::new(exports, ClientFlags { fixed: true, no_zeroes: true }, encryption)
+    Negotiation::new((exports, Arc::new(Peer::Unknown)), ClientFlags { fixed: true, no_zeroes: true }, encryption)
 }
 
 fn string(text: &str) -> Vec<u8> {

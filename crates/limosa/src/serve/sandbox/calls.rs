@@ -73,7 +73,10 @@ const CALLS: &[c_long] = &[
     libc::SYS_pwritev2,
     // Connections that exist, and those that are accepted.
     libc::SYS_accept4,
+    libc::SYS_getpeername,
+    libc::SYS_getsockname,
     libc::SYS_getsockopt,
+    libc::SYS_pidfd_open,
     libc::SYS_recvfrom,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,

@@ -72,17 +72,16 @@ impl Steering {
 
     /// Drops what was written to an export after an epoch, and removes it, or serves it again.
     pub(super) fn drop_after(&self, request: &DropRequest) -> anyhow::Result<Value> {
-        let DropRequest { name, keeper, epoch, serve_again } = request;
+        let DropRequest { name, keeper, epoch, serve_again, fence } = request;
         let _kept = self.keep()?;
         let begun = Instant::now();
         let again = if *serve_again { Some(self.again(name)?) } else { None };
-        let cut = |export: &Arc<Export>| {
-            let is_its = |device: &&BlockDevice| device.is_of(export);
-            self.servers.devices.iter().filter(is_its).for_each(BlockDevice::cut);
-        };
+        let before = self.export(name)?;
+        let devices: Vec<_> = self.servers.devices.iter().filter(|device| device.is_of(&before)).collect();
+        let cut = |_: &Arc<Export>| devices.iter().for_each(|device| device.cut());
         // Before it is removed: no other export gets the name.
         let is_new = self.dropped.lock().insert(name.clone());
-        let dropped = self.exports.drop_after(name, (keeper, *epoch), cut);
+        let dropped = self.exports.drop_after(name, (keeper, *epoch, *fence), cut);
         if self.exports.find(name).is_some() {
             // It was refused, or can be tried again.
             if is_new {
@@ -92,23 +91,30 @@ impl Steering {
             self.images.forget(name);
             self.media.lock().remove(name);
         }
-        dropped?;
-        if let Some(mut wanted) = again {
-            let export = images::open_export(&mut wanted, self.images.boot()).map_err(|error| self.explained(error))?;
-            let added = self.exports.add(export)?;
-            self.dropped.lock().remove(name);
-            self.images.note(&added, wanted);
+        let served = dropped.map_err(anyhow::Error::from).and_then(|peers| {
+            if let Some(wanted) = again {
+                self.serve_again(name, wanted, &devices)?;
+            }
+            Ok(peers)
+        });
+        if self.exports.find(name).is_none() {
+            devices.iter().for_each(|device| device.abandon());
         }
-        Ok(json!({ "epoch": epoch, "us": to_micros(begun.elapsed()) }))
+        Ok(json!({ "epoch": epoch, "us": to_micros(begun.elapsed()), "vm": report::vm(&served?) }))
     }
 
-    /// The image of an export that is served again when its VM is off.
+    /// Serves the image of an export again that was dropped.
+    fn serve_again(&self, name: &str, mut wanted: Wanted, devices: &[&BlockDevice]) -> anyhow::Result<()> {
+        let export = images::open_export(&mut wanted, self.images.boot()).map_err(|error| self.explained(error))?;
+        let added = self.exports.add(export)?;
+        self.dropped.lock().remove(name);
+        self.images.note(&added, wanted);
+        devices.iter().try_for_each(|device| device.succeed(&added))
+    }
+
+    /// The image of an export that is served again when its VM is off, or refused.
     fn again(&self, name: &str) -> anyhow::Result<Wanted> {
-        let (export, wanted) = self.served(name)?;
-        anyhow::ensure!(
-            !self.servers.devices.iter().any(|device| device.is_of(&export)),
-            "{name:?} is a vhost-user-blk disk, whose socket goes with the export: start another server with --fenced"
-        );
+        let (_, wanted) = self.served(name)?;
         Ok(Wanted { fenced: true, epoch: None, recovery: None, ..wanted })
     }
 

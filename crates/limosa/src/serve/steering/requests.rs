@@ -289,9 +289,12 @@ pub(super) struct DropRequest {
     pub(super) name: String,
     pub(super) keeper: String,
     pub(super) epoch: u64,
-    /// Its VM is off: the export is served again, under the same name.
+    /// Its VM is off, or is refused: the export is served again, under the same name.
     #[serde(default)]
     pub(super) serve_again: bool,
+    /// It is not known to be off: it must be refused for certain.
+    #[serde(default)]
+    pub(super) fence: bool,
 }
 
 /// An epoch to be prepared or kept.

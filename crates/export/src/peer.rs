@@ -1,0 +1,191 @@
+//! Who is at the other end of a connection, and who is refused.
+//!
+//! Law: **a VM that was dropped does not come back to its disk, and nobody else is taken for it.** A process that has
+//! connected to a unix socket is recognized for as long as it lives. Over TCP there is no process: what came from
+//! another host is recognized as that, since none of its connections ever looks like one of this host.
+
+use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use limosa_socket::PeerProcess;
+use rustix::net::{SocketAddrAny, getpeername, getsockname};
+
+/// Processes of which those that have ended are forgotten.
+const PROCESSES: usize = 64;
+
+/// The other end of a connection.
+#[derive(Debug)]
+pub(crate) enum Peer {
+    /// A process of this host.
+    Process(PeerProcess),
+    /// Some process of another host, or of a container with an address of its own.
+    OtherHost,
+    /// Some process.
+    Unknown,
+}
+
+impl Peer {
+    /// Asks the kernel.
+    pub(crate) fn of(socket: BorrowedFd<'_>) -> Self {
+        if let Ok(process) = PeerProcess::of(socket) {
+            return Self::Process(process);
+        }
+        let ends = getpeername(socket).ok().flatten().zip(getsockname(socket).ok());
+        let ends = ends.and_then(|(peer, own)| Some((address(&peer)?, address(&own)?)));
+        ends.map_or(Self::Unknown, |(peer, own)| Self::at(peer, own))
+    }
+
+    /// The other end of a TCP connection, by the addresses of both. A host that reaches itself has one at both.
+    fn at(peer: IpAddr, own: IpAddr) -> Self {
+        if peer == own || peer.is_loopback() { Self::Unknown } else { Self::OtherHost }
+    }
+}
+
+/// The address of an end of a TCP connection.
+fn address(end: &SocketAddrAny) -> Option<IpAddr> {
+    std::net::SocketAddr::try_from(end.clone()).ok().map(|end| end.ip().to_canonical())
+}
+
+/// The peers of a protected VM's disk: those that were connected when protection began, while the VM stood still, and
+/// those that have written since.
+#[derive(Debug, Clone, Default)]
+pub struct VmPeers {
+    processes: Vec<Arc<Peer>>,
+    other_hosts: bool,
+    unknown: bool,
+}
+
+impl VmPeers {
+    pub(crate) fn add(&mut self, peer: &Arc<Peer>) {
+        match &**peer {
+            Peer::Process(process) if !self.has(process) => {
+                if self.processes.len() >= PROCESSES {
+                    self.processes.retain(|peer| matches!(&**peer, Peer::Process(process) if process.is_alive()));
+                }
+                self.processes.push(Arc::clone(peer));
+            }
+            Peer::Process(_) => {}
+            Peer::OtherHost => self.other_hosts = true,
+            Peer::Unknown => self.unknown = true,
+        }
+    }
+
+    pub(crate) fn add_all(&mut self, other: &Self) {
+        other.processes.iter().for_each(|peer| self.add(peer));
+        self.other_hosts |= other.other_hosts;
+        self.unknown |= other.unknown;
+    }
+
+    fn has(&self, process: &PeerProcess) -> bool {
+        self.processes.iter().any(|peer| matches!(&**peer, Peer::Process(known) if known.is(process)))
+    }
+
+    /// Returns the numbers of the processes of this host that have one here.
+    #[must_use]
+    pub fn pids(&self) -> Vec<u32> {
+        let pid = |peer: &Arc<Peer>| match &**peer {
+            Peer::Process(process) => process.pid(),
+            Peer::OtherHost | Peer::Unknown => None,
+        };
+        self.processes.iter().filter_map(pid).collect()
+    }
+
+    /// Returns whether there are some of other hosts.
+    #[must_use]
+    pub const fn has_other_hosts(&self) -> bool {
+        self.other_hosts
+    }
+
+    /// Returns whether all of them are recognized when they come back, and there are some.
+    #[must_use]
+    pub const fn are_recognized(&self) -> bool {
+        !self.unknown && (self.other_hosts || !self.processes.is_empty())
+    }
+}
+
+/// The peers that are refused, by the names of exports.
+#[derive(Debug, Default)]
+pub(crate) struct Refusals(Vec<(String, VmPeers)>);
+
+impl Refusals {
+    /// Refuses the peers of an export from now on; those of other hosts if `other_hosts`.
+    pub(crate) fn add(&mut self, export: &str, peers: &VmPeers, other_hosts: bool) {
+        let refused = VmPeers { other_hosts: peers.other_hosts && other_hosts, ..peers.clone() };
+        match self.0.iter_mut().find(|(name, _)| name == export) {
+            Some((_, known)) => known.add_all(&refused),
+            None => self.0.push((export.to_owned(), refused)),
+        }
+    }
+
+    /// Whether a peer is refused.
+    pub(crate) fn has(&self, export: &str, peer: &Peer) -> bool {
+        let is_its = |peers: &VmPeers| match peer {
+            Peer::Process(process) => peers.has(process),
+            Peer::OtherHost => peers.other_hosts,
+            Peer::Unknown => false,
+        };
+        self.0.iter().any(|(name, peers)| name == export && is_its(peers))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn of_this_process() -> Arc<Peer> {
+        let (near, _far) = UnixStream::pair().unwrap();
+        Arc::new(Peer::of(near.as_fd()))
+    }
+
+    #[test]
+    fn a_process_is_recognized_and_a_tcp_connection_of_this_host_is_not() {
+        assert!(matches!(&*of_this_process(), Peer::Process(process) if process.pid() == Some(std::process::id())));
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let accepted = listener.accept().unwrap().0;
+        assert!(matches!(Peer::of(accepted.as_fd()), Peer::Unknown));
+        let (read, _write) = std::io::pipe().unwrap();
+        assert!(matches!(Peer::of(read.as_fd()), Peer::Unknown));
+    }
+
+    #[test]
+    fn a_host_that_reaches_itself_has_one_address_at_both_ends() {
+        let at = |peer: &str, own: &str| Peer::at(peer.parse().unwrap(), own.parse().unwrap());
+        assert!(matches!(at("10.0.0.2", "10.0.0.1"), Peer::OtherHost));
+        assert!(matches!(at("fd00::2", "fd00::1"), Peer::OtherHost));
+        for [peer, own] in [["10.0.0.1"; 2], ["127.0.0.1"; 2], ["127.0.0.2", "127.0.0.1"], ["::1"; 2]] {
+            assert!(matches!(at(peer, own), Peer::Unknown), "{peer} {own}");
+        }
+    }
+
+    #[test]
+    fn peers_are_recognized_if_there_are_some_and_all_can_be_told_from_others() {
+        let mut peers = VmPeers::default();
+        assert!(!peers.are_recognized(), "the VM was not connected");
+        peers.add(&of_this_process());
+        peers.add(&of_this_process());
+        assert!(peers.are_recognized());
+        assert_eq!(peers.pids(), [std::process::id()]);
+        peers.add(&Arc::new(Peer::OtherHost));
+        assert!(peers.are_recognized() && peers.has_other_hosts());
+        peers.add(&Arc::new(Peer::Unknown));
+        assert!(!peers.are_recognized());
+    }
+
+    #[test]
+    fn those_of_one_export_are_refused_there_alone_and_other_hosts_only_if_that_is_wanted() {
+        let (mut refusals, mut peers) = (Refusals::default(), VmPeers::default());
+        peers.add(&of_this_process());
+        peers.add(&Arc::new(Peer::OtherHost));
+        refusals.add("vm", &peers, false);
+        assert!(refusals.has("vm", &of_this_process()) && !refusals.has("other", &of_this_process()));
+        assert!(!refusals.has("vm", &Peer::OtherHost) && !refusals.has("vm", &Peer::Unknown));
+        refusals.add("vm", &peers, true);
+        assert!(refusals.has("vm", &Peer::OtherHost) && !refusals.has("other", &Peer::OtherHost));
+    }
+}
