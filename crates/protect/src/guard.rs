@@ -7,9 +7,11 @@ use limosa_migrate::Handle;
 use limosa_migrate::control::DeferredStop;
 use limosa_migrate::output::OutputSignal;
 use limosa_qemu::Heartbeat;
-use limosa_qemu::monitor::Monitor;
+use limosa_qemu::monitor::{MigrationStatus, Monitor, Settings};
 use limosa_qemu::qmp::{Event, QmpError};
+use serde_json::Value;
 
+use crate::convergence::{BasePause, DOWNTIME_LIMIT, LONGEST};
 use crate::options::OnLoss;
 use crate::primary::LocalVm;
 use crate::remote::Farewell;
@@ -18,7 +20,7 @@ use crate::remote::Farewell;
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// The events that say how the VM and its checkpoints are.
-const EVENTS: [&str; 5] = ["STOP", "RESUME", "COLO_EXIT", "SHUTDOWN", "MIGRATION"];
+const EVENTS: [&str; 6] = ["STOP", "RESUME", "COLO_EXIT", "SHUTDOWN", "MIGRATION", "MIGRATION_PASS"];
 
 /// State that the thread of a series and its guard share.
 #[derive(Debug)]
@@ -103,6 +105,11 @@ pub(crate) struct Guard<'a> {
     signal: &'a OutputSignal,
     stall_timeout: Duration,
     on_loss: OnLoss,
+    notice: &'a (dyn Fn(&str) + Sync),
+    /// Until the base is there.
+    base_pause: Option<BasePause>,
+    /// Whether it was said that the guest outruns its base.
+    is_outrun: bool,
     /// Without it this process is ended, as it could leave the VM standing still.
     heartbeat: Option<Heartbeat>,
     /// Ends the thread of the series, when COLO has been ended.
@@ -129,7 +136,7 @@ impl<'a> Guard<'a> {
         let_go: &'a dyn Fn(),
         heartbeat: Option<Heartbeat>,
     ) -> Self {
-        let LocalVm { monitor, handle, pulse, options, outputs, .. } = *vm;
+        let LocalVm { monitor, handle, notice, pulse, options, outputs, base_pause, .. } = *vm;
         Self {
             monitor,
             handle,
@@ -137,6 +144,9 @@ impl<'a> Guard<'a> {
             signal: outputs.signal(),
             stall_timeout: options.stall_timeout,
             on_loss: options.on_loss,
+            notice,
+            base_pause,
+            is_outrun: false,
             heartbeat,
             let_go,
             leave_within,
@@ -184,7 +194,40 @@ impl<'a> Guard<'a> {
         match event.name.as_str() {
             "STOP" => self.stopped = Some(Instant::now()),
             "RESUME" => self.stopped = None,
+            "MIGRATION_PASS" => self.begin_round(event),
             _ => note_end(event, &mut self.seen),
+        }
+    }
+
+    /// Lets QEMU stop the VM for longer if the guest writes faster than its base is sent.
+    fn begin_round(&mut self, event: &Event) {
+        let Some(round) = event.data.get("pass").and_then(Value::as_u64) else { return };
+        if self.stopped.is_some() {
+            return;
+        }
+        let Some(limit) = self.base_pause.as_mut().and_then(|pause| pause.begin_round(round)) else { return };
+        let raise = || {
+            // Checkpoints are rounds as well.
+            if self.monitor.migration()?.status != MigrationStatus::Active {
+                return Ok(false);
+            }
+            self.monitor.apply_settings(&Settings::new().parameter(DOWNTIME_LIMIT, limit))?;
+            Ok::<_, QmpError>(true)
+        };
+        match raise() {
+            Ok(true) => {
+                tracing::info!("round {round} of the base: {DOWNTIME_LIMIT} is {limit} ms");
+                if !std::mem::replace(&mut self.is_outrun, true) {
+                    let longest = Duration::from_millis(LONGEST).as_secs();
+                    (self.notice)(&format!(
+                        "the guest writes faster than its memory is sent: the base may end with a pause of up to \
+                         {longest} s"
+                    ));
+                }
+            }
+            Ok(false) => self.base_pause = None,
+            // A connection that has failed is noticed by the next look.
+            Err(error) => tracing::debug!("{DOWNTIME_LIMIT} stays: {error}"),
         }
     }
 

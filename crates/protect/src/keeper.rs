@@ -16,8 +16,10 @@ use limosa_qemu::{
     WatchdogEnd,
 };
 use limosa_snapshot::{CheckpointBase, CheckpointDirectory};
+use serde_json::Value;
 
 use crate::background::Background;
+use crate::convergence::{BasePause, DOWNTIME_LIMIT};
 use crate::error::{ProtectError, unsaid};
 use crate::filters::FilteredOutput;
 use crate::guard::{Guard, Pulse, Seen};
@@ -122,7 +124,8 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let outputs = OutputGates::new(gates, &signal);
     // A keeper elsewhere answers when it can, so the time between checkpoints is kept here.
     let paced_here = options.paces(outputs) || matches!(to, CheckpointTarget::Keeper(_));
-    let change = monitor.plan_settings(&vm.settings(options, paced_here))?;
+    let current = monitor.settings()?;
+    let change = current.change_to(&vm.settings(options, paced_here, &current));
     options.method.check_known(&change)?;
     let place = Place::open(to, options, &vm)?;
     let mut watchdog = start_watchdog()?;
@@ -145,7 +148,8 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     tracing::info!("QEMU's settings that change: {}", change.set);
     let (handle, notice) = (watch.handle, watch.notice);
     let disks = &vm.disks;
-    let protection = Protection { monitor, options, handle, notice, gates, outputs, began, kept, disks };
+    let base_pause = change.undo.parameters.get(DOWNTIME_LIMIT).and_then(Value::as_u64).map(BasePause::new);
+    let protection = Protection { monitor, options, handle, notice, gates, outputs, began, kept, disks, base_pause };
     let mut unprotected = Unprotected::Runs;
     if !vm.overlays.is_empty() {
         let devices: Vec<&str> = vm.overlays.devices().collect();
@@ -263,6 +267,7 @@ struct Protection<'a> {
     began: &'a (dyn Fn(&KeptBase) + Sync),
     kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
     disks: &'a EpochDisks,
+    base_pause: Option<BasePause>,
 }
 
 impl Protection<'_> {
@@ -321,12 +326,12 @@ impl Protection<'_> {
         heartbeat: &mut dyn FnMut() -> Option<Heartbeat>,
         ended: &mut Ended,
     ) -> Result<(), ProtectError> {
-        let Self { monitor, options, handle, notice, gates, began, kept, disks, .. } = self;
+        let Self { monitor, options, handle, notice, gates, began, kept, disks, base_pause, .. } = self;
         let (signal, pulse) = (OutputSignal::new(), Pulse::new());
         let outputs = OutputGates::new(gates, &signal);
         outputs.watch().map_err(ProtectError::Gate)?;
         let overlays = &found.overlays;
-        let vm = LocalVm { monitor, options, handle, notice, pulse: &pulse, outputs, disks, overlays };
+        let vm = LocalVm { monitor, options, handle, notice, pulse: &pulse, outputs, disks, overlays, base_pause };
         let (_directory, listener) = match &options.listen {
             None => {
                 let (directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;
@@ -337,7 +342,9 @@ impl Protection<'_> {
         let connect = || {
             monitor.qmp().take_events()?;
             monitor.migrate(&listener.local_uri().to_string(), false)?;
-            accept(monitor, handle, &listener)
+            let channel = accept(monitor, handle, &listener)?;
+            found.expect_same_devices(monitor)?;
+            Ok::<_, ProtectError>(channel)
         };
         let (mut kept, mut seen) = match place {
             Place::Here(base) if options.method == CheckpointMethod::Background => {

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | the checks before anything is changed | `preflight` |
 //! | the settings, QEMU's connection, the guard, the end | `keeper`, `guard` |
+//! | the pause at the end of a base that the guest outruns | `convergence` |
 //! | the turns of checkpoints and the store, on a thread of their own | `series` |
 //! | the VM of a series, on this host or elsewhere | `primary` |
 //! | a keeper on another host, and this end's relay to it | `remote` |
@@ -53,6 +54,7 @@
 
 mod aside;
 mod background;
+mod convergence;
 mod error;
 mod fence;
 mod filters;

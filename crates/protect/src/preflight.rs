@@ -1,5 +1,6 @@
 //! The checks of a VM before anything is changed.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use limosa_qemu::monitor::{Device, Monitor, NetworkBackend, RunState, Settings};
@@ -7,6 +8,7 @@ use limosa_qemu::qmp::Version;
 use limosa_qemu::{EpochDisks, EpochOverlays, background_settings};
 use limosa_snapshot::{FenceScope, Manifest, Transport};
 
+use crate::convergence::DOWNTIME_LIMIT;
 use crate::error::ProtectError;
 use crate::options::{CheckpointMethod, CheckpointTiming, ProtectDisks, ProtectOptions};
 use crate::overlays;
@@ -40,6 +42,8 @@ pub(crate) struct Preflight {
     pub(crate) overlays: EpochOverlays,
     /// Whether this QEMU needs a return path for COLO.
     pub(crate) return_path: bool,
+    /// The ids and kinds of its devices.
+    devices: BTreeSet<(String, String)>,
 }
 
 impl Preflight {
@@ -113,7 +117,21 @@ impl Preflight {
         manifest.vm_name = monitor.vm_name()?;
         manifest.run_state = Some(RunState::Running.to_string());
         manifest.transport = Some(Transport::Socket);
-        Ok(Self { manifest, disks, overlays, return_path: version >= FIRST_WITH_RETURN_PATH })
+        let devices = names(devices);
+        Ok(Self { manifest, disks, overlays, return_path: version >= FIRST_WITH_RETURN_PATH, devices })
+    }
+
+    /// Refuses a VM that has got or lost devices since: nothing would hold the output of a new network, or seal a new
+    /// disk. To be called when the migration is under way: QEMU adds and removes none from then on.
+    pub(crate) fn expect_same_devices(&self, monitor: &Monitor) -> Result<(), ProtectError> {
+        let now = names(monitor.devices()?);
+        let mut other = now.symmetric_difference(&self.devices).map(|(id, kind)| format!("{id} ({kind})"));
+        match other.next() {
+            None => Ok(()),
+            Some(device) => Err(ProtectError::Refused(format!(
+                "the VM was changed while it was not protected: {device} was added or removed"
+            ))),
+        }
     }
 
     /// Returns the record of the checkpoints of the next base, whose disks begin new epochs.
@@ -125,7 +143,8 @@ impl Preflight {
 
     /// How QEMU must be set: what COLO needs is on, and everything that would give the stream another form is off.
     /// With `paced_here` it asks for checkpoints all the time, and is answered when one is due.
-    pub(crate) fn settings(&self, options: &ProtectOptions, paced_here: bool) -> Settings {
+    /// `current` are its settings as they were found.
+    pub(crate) fn settings(&self, options: &ProtectOptions, paced_here: bool, current: &Settings) -> Settings {
         if options.method == CheckpointMethod::Background {
             return background_settings();
         }
@@ -158,8 +177,16 @@ impl Preflight {
         ] {
             wish = wish.capability(other, false);
         }
+        if let Some(limit) = current.parameters.get(DOWNTIME_LIMIT) {
+            // Not changed yet, but a guest may outrun its base: this has it put back.
+            wish = wish.parameter(DOWNTIME_LIMIT, limit.clone());
+        }
         wish
     }
+}
+
+fn names(devices: Vec<Device>) -> BTreeSet<(String, String)> {
+    devices.into_iter().map(|device| (device.id, device.kind)).collect()
 }
 
 /// Returns what a fence of the VM has to cover.
@@ -271,12 +298,16 @@ mod tests {
     #[test]
     fn nothing_that_changes_the_streams_form_stays_on() {
         let (disks, overlays) = (EpochDisks::default(), EpochOverlays::default());
-        let found = Preflight { manifest: Manifest::new(), disks, overlays, return_path: true };
+        let (manifest, devices) = (Manifest::new(), BTreeSet::new());
+        let found = Preflight { manifest, disks, overlays, return_path: true, devices };
         let every = CheckpointTiming::Period(Duration::from_micros(10));
         let options = ProtectOptions { every, ..ProtectOptions::default() };
-        let settings = found.settings(&options, false);
+        let settings = found.settings(&options, false, &Settings::new());
         assert_eq!(settings.parameters["x-checkpoint-delay"], 1, "0 would starve the guest");
-        assert_eq!(found.settings(&ProtectOptions::default(), true).parameters["x-checkpoint-delay"], 1);
+        assert_eq!(
+            found.settings(&ProtectOptions::default(), true, &Settings::new()).parameters["x-checkpoint-delay"],
+            1
+        );
         let on: Vec<_> = settings.capabilities.iter().filter(|(_, on)| **on).map(|(name, _)| name.as_str()).collect();
         assert_eq!(on, ["events", "return-path", "x-colo"]);
     }

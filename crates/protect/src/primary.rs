@@ -10,6 +10,7 @@ use limosa_qemu::monitor::{Monitor, RunState};
 use limosa_qemu::{EpochDisks, EpochOverlays};
 use limosa_snapshot::{CheckpointPair, Durability, ProtectedDisk};
 
+use crate::convergence::BasePause;
 use crate::error::ProtectError;
 use crate::guard::Pulse;
 use crate::options::ProtectOptions;
@@ -81,6 +82,8 @@ pub(crate) struct LocalVm<'a> {
     pub(crate) disks: &'a EpochDisks,
     /// Those that belong to them by overlays.
     pub(crate) overlays: &'a EpochOverlays,
+    /// The pause that the end of a base may take; `None` if QEMU has no limit for it.
+    pub(crate) base_pause: Option<BasePause>,
 }
 
 /// Tells a keeper elsewhere whether the VM runs.

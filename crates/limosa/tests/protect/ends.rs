@@ -3,8 +3,9 @@
 use std::thread;
 use std::time::Duration;
 
-use limosa_testkit::wait_gone;
+use limosa_testkit::{HeartbeatGuest, Machine, Series, wait_gone};
 use rustix::process::Signal;
+use serde_json::json;
 
 use crate::needs_newest_qemu;
 use crate::scene::Scene;
@@ -95,6 +96,25 @@ fn a_keeper_that_is_killed_while_the_base_comes_leaves_the_vm_running() {
 }
 
 #[test]
+fn a_guest_that_outruns_its_base_is_protected_with_a_longer_pause() {
+    needs_newest_qemu!();
+    let walker = HeartbeatGuest { rest: 0, ..HeartbeatGuest::over(48 << 20) };
+    let scene = Scene::of(|_| Machine::heartbeat(walker).memory(128 << 20).series(Series::Newest));
+    let vm = scene.guest();
+    // So little that no round ends the base.
+    vm.execute("migrate-set-parameters", json!({ "downtime-limit": 1 })).unwrap();
+    let found = Found::of(&vm);
+    let keeper = scene.protect(&vm, &["--every", "100ms"]);
+    scene.wait_checkpoint(2, &keeper);
+    keeper.signal(Signal::INT);
+    let ended = keeper.wait();
+    assert!(ended.stderr.contains("the guest writes faster than its memory is sent"), "{}", ended.stderr);
+    ended.success();
+    found.assert_same(&vm);
+    assert_beats(&vm);
+}
+
+#[test]
 fn a_vm_that_its_user_stops_is_not_started_by_a_checkpoint() {
     needs_newest_qemu!();
     let scene = Scene::new();
@@ -120,7 +140,7 @@ fn a_vm_that_ends_by_itself_ends_its_protection_without_a_failure() {
     let vm = scene.guest();
     let keeper = scene.protect(&vm, &["--every", "50ms", "--json"]);
     scene.wait_checkpoint(3, &keeper);
-    vm.execute("quit", serde_json::json!({})).unwrap();
+    vm.execute("quit", json!({})).unwrap();
     let report = keeper.wait().json();
     assert_eq!(report["end"], "vm-ended", "{report}");
 }
