@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use limosa_testkit::{Program, Vm, kill9, wait_gone};
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 
 use crate::line::Line;
 use crate::needs_newest_qemu;
-use crate::scene::{Failover, Scene, assert_follows, text};
-use crate::stage::{limosa, wait_for, watchdog};
+use crate::scene::{Failover, Scene, assert_follows, machine, text};
+use crate::stage::{assert_beats, limosa, wait_for, watchdog};
 
 const ANYWHERE: &str = "tcp:127.0.0.1:0";
 
@@ -29,7 +30,10 @@ impl Pair {
 
     /// With this time between checkpoints.
     fn with(options: &[&str], every: &str) -> (Self, Program) {
-        let scene = Scene::new();
+        Self::of(Scene::new(), options, every)
+    }
+
+    fn of(scene: Scene, options: &[&str], every: &str) -> (Self, Program) {
         let options: Vec<&str> = options.iter().chain(&["--lost-after", "1s"]).copied().collect();
         let (keeper, at) = scene.keep_for_failover(ANYWHERE, &options);
         let line = Line::to(&at);
@@ -168,6 +172,56 @@ fn a_protection_that_was_ended_on_purpose_is_not_failed_over() {
     wait_said(&keeper, "its protection has ended");
     thread::sleep(Duration::from_millis(500));
     assert!(!keeper.stderr().contains("continues here"), "{}", keeper.stderr());
+    keeper.signal(Signal::INT);
+    keeper.wait().success();
+}
+
+#[test]
+fn a_vm_that_is_lost_while_its_next_base_comes_is_failed_over_on_an_order_alone() {
+    needs_newest_qemu!();
+    for is_killed in [true, false] {
+        let (pair, keeper) = Pair::new(&["--standby", "--when-lost", "2s", "--fenced"]);
+        pair.line.cut();
+        wait_said(&keeper, "may be lost");
+        // The next base takes seconds.
+        pair.line.delay(Duration::from_millis(100));
+        pair.line.mend();
+        wait_for("the keeper to be back", || pair.protect.stderr().contains("is back").then_some(()));
+        thread::sleep(Duration::from_millis(500));
+        if is_killed {
+            pair.kill();
+        } else {
+            pair.protect.signal(Signal::INT);
+        }
+        wait_said(&keeper, "the VM is not failed over by itself");
+        thread::sleep(Duration::from_millis(2500));
+        assert!(!keeper.stderr().contains("the VM continues here"), "{}", keeper.stderr());
+        if !is_killed {
+            assert_beats(&pair.vm);
+            kill9(pair.vm.pid()).unwrap();
+        }
+        keeper.signal(Signal::USR1);
+        wait_said(&keeper, "the VM continues here");
+        let failover = Failover::of(keeper, &pair.scene);
+        failover.wait_passes(3);
+        failover.check_and_end();
+    }
+}
+
+#[test]
+fn a_vm_that_has_got_a_device_while_its_keeper_was_away_is_not_protected_again() {
+    needs_newest_qemu!();
+    // q35 has no place for a device that is added.
+    let (pair, keeper) = Pair::of(Scene::of(|_| machine().kind("pc")), &["--fenced"], "30ms");
+    pair.line.cut();
+    wait_for("the loss", || pair.protect.stderr().contains("continues without protection").then_some(()));
+    let device = json!({ "driver": "virtio-rng-pci", "id": "late" });
+    wait_for("QEMU to be out of COLO", || pair.vm.execute("device_add", device.clone()).ok());
+    pair.line.mend();
+    let refused = pair.protect.wait();
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(refused.stderr.contains("late (virtio-rng-pci) was added or removed"), "{}", refused.stderr);
+    assert_beats(&pair.vm);
     keeper.signal(Signal::INT);
     keeper.wait().success();
 }

@@ -27,6 +27,9 @@ const TICK: Duration = Duration::from_millis(50);
 /// The pause after a failure to accept a connection: descriptors may be short.
 const AGAIN_AFTER: Duration = Duration::from_millis(200);
 
+/// Why nobody is let in while there is a primary.
+const KEEPS: &str = "it keeps the checkpoints of a VM already";
+
 /// A primary that was let in.
 #[derive(Debug)]
 pub(super) struct Visitor {
@@ -87,13 +90,22 @@ pub(super) struct Desk<'k> {
 #[derive(Debug)]
 struct State {
     admission: Admission,
+    /// A primary is being told that it is let in.
+    welcoming: bool,
     visitor: Option<Visitor>,
     closed: bool,
 }
 
+impl State {
+    /// Whether a primary was let in that the keeper has not taken yet.
+    fn is_taken(&self) -> bool {
+        self.welcoming || self.visitor.is_some()
+    }
+}
+
 impl<'k> Desk<'k> {
     pub(super) fn new(directory: &'k Path, lost_after: Duration, takes_disks: bool) -> Self {
-        let state = State { admission: Admission::Anybody, visitor: None, closed: false };
+        let state = State { admission: Admission::Anybody, welcoming: false, visitor: None, closed: false };
         Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -115,28 +127,30 @@ impl<'k> Desk<'k> {
         self.changed.notify_all();
     }
 
-    /// Lets nobody in any more, and says why; unless somebody has just come.
+    /// Lets nobody in any more, and says why; unless somebody has just been let in.
     pub(super) fn shut(&self, why: &'static str) -> bool {
         let mut state = self.state.lock();
-        let is_free = state.visitor.is_none() && !matches!(state.admission, Admission::Nobody(_));
+        let is_free = !state.is_taken();
         if is_free {
             state.admission = Admission::Nobody(why);
         }
         is_free
     }
 
-    /// Waits for a primary, for at most `timeout`.
+    /// Waits for a primary, for at most `timeout`. From then on nobody else is let in.
     pub(super) fn wait(&self, timeout: Duration) -> Option<Visitor> {
         let until = Instant::now() + timeout;
         let mut state = self.state.lock();
-        loop {
-            if let Some(visitor) = state.visitor.take() {
-                return Some(visitor);
-            }
+        while state.visitor.is_none() {
             if self.changed.wait_until(&mut state, until).timed_out() {
-                return state.visitor.take();
+                break;
             }
         }
+        let visitor = state.visitor.take();
+        if visitor.is_some() {
+            state.admission = Admission::Nobody(KEEPS);
+        }
+        visitor
     }
 
     /// Accepts connections until the desk is closed. `report` gets a line for each reason to refuse one.
@@ -209,24 +223,23 @@ impl<'k> Desk<'k> {
             Opening::Bare(first_bytes) => (None, first_bytes, Manifest::new()),
         };
         watch_peer(&channel, self.lost_after);
-        let (answer, before) = {
+        let answer = {
             let mut state = self.state.lock();
             let answer = self.answer(&state, protection, &manifest);
-            let welcome = matches!(answer, Answer::Welcome(_));
-            let kept = Admission::Nobody("it keeps the checkpoints of a VM already");
-            (answer, welcome.then(|| std::mem::replace(&mut state.admission, kept)))
+            state.welcoming |= matches!(answer, Answer::Welcome(_));
+            answer
         };
         let said = protection.map_or(Ok(()), |_| answer.write(&channel));
         match (&answer, said) {
-            (Answer::Welcome(_), Ok(())) => {
-                self.state.lock().visitor = Some(Visitor { channel, first_bytes, manifest, protection });
-                self.changed.notify_all();
-            }
-            (Answer::Welcome(_), Err(error)) => {
-                tracing::info!("{peer}: {}", error_with_causes(&error));
-                if let Some(before) = before {
-                    self.admit(before);
+            (Answer::Welcome(_), said) => {
+                let mut state = self.state.lock();
+                state.welcoming = false;
+                match said {
+                    Ok(()) => state.visitor = Some(Visitor { channel, first_bytes, manifest, protection }),
+                    Err(error) => tracing::info!("{peer}: {}", error_with_causes(&error)),
                 }
+                drop(state);
+                self.changed.notify_all();
             }
             (Answer::Busy(why) | Answer::TakenOver(why) | Answer::Refused(why), _) => {
                 report(&format!("{peer}: not kept: {why}"));
@@ -240,13 +253,16 @@ impl<'k> Desk<'k> {
             Some(Err(error)) => return Answer::Busy(format!("its directory cannot be read: {error}")),
             Some(Ok(false)) | None => {}
         }
+        // One that came without a name is back without one.
+        let is_named = |lost: &VmName| protection.is_some() || *lost == VmName::default();
         match &state.admission {
             _ if state.closed => Answer::Busy("it ends".into()),
+            _ if state.is_taken() => Answer::Busy(KEEPS.into()),
             _ if !self.takes_disks && !manifest.protected_disks.is_empty() => {
                 Answer::Refused("it has to continue the VM, and knows no server of its disks".into())
             }
             Admission::Anybody => Answer::Welcome(self.directory.display().to_string()),
-            Admission::Only(lost) if protection.is_some() && lost.may_be(&VmName::of(manifest)) => {
+            Admission::Only(lost) if is_named(lost) && lost.may_be(&VmName::of(manifest)) => {
                 Answer::Welcome(self.directory.display().to_string())
             }
             Admission::Only(_) => Answer::Busy("it waits for another VM that may be lost".into()),

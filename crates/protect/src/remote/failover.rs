@@ -15,6 +15,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_migrate::VmError;
@@ -30,17 +31,37 @@ use crate::standby::{Continued, Standby};
 
 /// How long a primary is waited for before it is looked what else has happened.
 const TICK: Duration = Duration::from_millis(20);
-/// How soon a fencing that has failed is tried again, at the earliest.
-const FENCE_AGAIN: Duration = Duration::from_secs(5);
+/// How soon a step that has failed is tried again, at the earliest.
+const TRY_AGAIN: Duration = Duration::from_secs(5);
 
-/// Makes sure that the protected VM cannot run or reach anything, and has its disks as of the checkpoint.
-fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<(), VmError> {
+/// Makes sure that the protected VM cannot run or reach anything, and has its disks as of the checkpoint. The directory
+/// is held from before, so that nobody else runs the VM from it.
+fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<CheckpointDirectory, VmError> {
+    let held = CheckpointDirectory::open(directory)?;
     // A VM that has continued without protection is better left alone.
     if let Some(manifest) = Snapshot::open(&directory.join(CHECKPOINT_NAME))?.manifest() {
         let epoch = manifest.checkpoint.unwrap_or(0);
         refuse_changed_disks(&manifest.protected_disks, epoch, options.disk_servers)?;
     }
-    (options.fence)()
+    (options.fence)()?;
+    Ok(held)
+}
+
+/// Records a step until it is recorded: the VM has been fenced, and runs nowhere. `None` if the keeper is to end.
+fn recorded<T>(watch: JobContext<'_>, mut record: impl FnMut() -> Result<T, ProtectError>) -> Option<T> {
+    loop {
+        match record() {
+            Ok(done) => return Some(done),
+            Err(error) => (watch.notice)(&format!("not failed over yet: {}", error_with_causes(&error))),
+        }
+        let until = Instant::now() + TRY_AGAIN;
+        while Instant::now() < until {
+            if watch.handle.control.stop_requested().is_some() {
+                return None;
+            }
+            thread::sleep(TICK);
+        }
+    }
 }
 
 /// How a keeper fails over.
@@ -93,6 +114,8 @@ pub(super) struct Lost {
     farewell: Option<Farewell>,
     /// The QEMU that has its memory.
     standby: Option<Standby>,
+    /// Whether it is failed over without an order.
+    by_itself: bool,
     /// When that was seen.
     since: Instant,
     /// Fencing has failed, and is not tried again before.
@@ -112,14 +135,25 @@ pub(super) enum Fate {
 }
 
 impl Lost {
-    pub(super) fn new(name: VmName, farewell: Option<Farewell>, standby: Option<Standby>) -> Self {
-        Self { name, farewell, standby, since: Instant::now(), again: None }
+    pub(super) fn new(name: VmName, farewell: Option<Farewell>, standby: Option<Standby>, by_itself: bool) -> Self {
+        Self { name, farewell, standby, by_itself, since: Instant::now(), again: None }
+    }
+
+    /// The same after its primary was back for a while: the checkpoint does not know what the VM has done since, so it
+    /// takes an order to continue from it.
+    pub(super) fn outdated(self) -> Self {
+        Self { by_itself: false, ..self }
+    }
+
+    /// Who may be its primary.
+    pub(super) fn admission(&self) -> Admission {
+        Admission::Only(self.name.clone())
     }
 
     /// The moment of its failover; `None`: not by itself.
     fn due(&self, when_lost: Option<Duration>) -> Option<Instant> {
-        let after = if self.farewell == Some(Farewell::VmLost) { Duration::ZERO } else { when_lost? };
-        when_lost?;
+        let when_lost = when_lost.filter(|_| self.by_itself)?;
+        let after = if self.farewell == Some(Farewell::VmLost) { Duration::ZERO } else { when_lost };
         // A time that does not fit never comes.
         let due = self.since.checked_add(after)?;
         Some(self.again.map_or(due, |again| due.max(again)))
@@ -134,10 +168,18 @@ impl Lost {
         watch: JobContext<'_>,
     ) -> Result<Fate, ProtectError> {
         let notice = watch.notice;
-        loop {
-            desk.admit(Admission::Only(self.name.clone()));
+        if options.when_lost.is_some() && !self.by_itself {
+            notice("the VM is not failed over by itself: it may run, or have done what its checkpoint does not know");
+        }
+        let mut ordered = false;
+        let held = loop {
+            desk.admit(self.admission());
             let due = self.due(options.when_lost);
-            while due.is_none_or(|due| Instant::now() < due) && !options.now.swap(false, Ordering::AcqRel) {
+            loop {
+                ordered |= options.now.swap(false, Ordering::AcqRel);
+                if ordered || due.is_some_and(|due| Instant::now() >= due) {
+                    break;
+                }
                 if watch.handle.control.stop_requested().is_some() {
                     return Ok(Fate::Ended);
                 }
@@ -148,22 +190,22 @@ impl Lost {
             }
             if !desk.shut("it fails over to its own host") {
                 // A primary has just been let in, and is about to be here.
-                if let Some(visitor) = desk.wait(TICK * 10) {
+                if let Some(visitor) = desk.wait(TICK) {
                     return Ok(Fate::Back(Box::new(visitor)));
                 }
                 continue;
             }
             match clear_the_way(options, directory) {
-                Ok(()) => break,
+                Ok(held) => break held,
                 Err(why) => {
                     notice(&format!("not failed over: {}", error_with_causes(&*why)));
-                    self.again = Some(Instant::now() + options.when_lost.unwrap_or_default().max(FENCE_AGAIN));
+                    ordered = false;
+                    self.again = Some(Instant::now() + options.when_lost.unwrap_or_default().max(TRY_AGAIN));
                 }
             }
-        }
-        // Held until the VM runs, so that nobody else starts it from here.
-        let held = CheckpointDirectory::open(directory)?;
-        if !ownership::take_over(directory)? {
+        };
+        let Some(is_taken) = recorded(watch, || ownership::take_over(directory)) else { return Ok(Fate::Ended) };
+        if !is_taken {
             notice("not failed over: the VM continues from its checkpoint already");
             return Ok(Fate::Gone);
         }
@@ -174,8 +216,10 @@ impl Lost {
                     let error = error_with_causes(&error);
                     notice(&format!("{error}; the VM is restored from its checkpoint"));
                 }
-                // Who restores it takes it then.
-                ownership::give_back(directory)?;
+                // The restore records it again.
+                if recorded(watch, || ownership::give_back(directory)).is_none() {
+                    return Ok(Fate::Ended);
+                }
                 Survivor::Stored(held.checkpoint())
             }
         };

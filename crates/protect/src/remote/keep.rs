@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Listener};
+use limosa_migrate::MigrateError;
 use limosa_migrate::output::OutputCounters;
 use limosa_migrate::stored::StreamSetup;
 use limosa_page::error_with_causes;
@@ -21,6 +22,7 @@ use super::failover::{Fate, Lost, StandbyOptions};
 use super::message::{Farewell, Note};
 use super::ownership;
 use crate::error::ProtectError;
+use crate::keeper::is_cut;
 use crate::primary::Primary;
 use crate::report::{KeptCheckpoint, Tally};
 use crate::series::{Incoming, Kept, Series, Silence};
@@ -171,7 +173,8 @@ pub fn keep(request: KeepRequest<'_>) -> Result<KeepReport, ProtectError> {
                             series += 1;
                             newest = kept.newest;
                         }
-                        desk.admit(Admission::Anybody);
+                        let waits_for = lost.as_ref().filter(|_| request.standby.is_some());
+                        desk.admit(waits_for.map_or(Admission::Anybody, Lost::admission));
                     }
                     Fate::Gone => {
                         lost = None;
@@ -214,14 +217,14 @@ fn receive(request: KeepRequest<'_>, visitor: Visitor, lost: &mut Option<Lost>) 
         setup: OnceLock::new(),
         prepared: AtomicU64::new(0),
     };
-    let name = VmName::of(&visitor.manifest);
+    let (name, is_limosa) = (VmName::of(&visitor.manifest), visitor.protection.is_some());
     let mut kept = Kept::nothing();
     kept.end = series(request, visitor, &far, &mut kept);
     let farewell = *far.farewell.lock();
     let (standby, before) = (far.standby.into_inner(), far.before.into_inner());
     let newest = kept.newest.as_ref().map(|_| kept.tally.checkpoints);
     let error = kept.end.as_ref().err();
-    // An order of before is about no VM that is lost; one that comes when this is told is.
+    // An order that came before is about another loss.
     if let Some(standby) = &request.standby {
         standby.now.store(false, Ordering::Release);
     }
@@ -231,14 +234,27 @@ fn receive(request: KeepRequest<'_>, visitor: Visitor, lost: &mut Option<Lost>) 
     }
     let is_lost = newest.is_some() && matches!(farewell, None | Some(Farewell::VmLost));
     if is_lost {
-        *lost = Some(Lost::new(name, farewell, standby.filter(Standby::is_fed)));
+        // A bare stream ends in the same way when its VM is shut down, and a store that fails here says nothing of it.
+        let by_itself = is_limosa && kept.end.as_ref().err().is_none_or(is_of_the_line);
+        *lost = Some(Lost::new(name, farewell, standby.filter(Standby::is_fed), by_itself));
     } else {
-        *lost = before;
+        // One that says goodbye is not lost, neither by what was before.
+        let is_gone = matches!(farewell, None | Some(Farewell::VmLost));
+        *lost = before.filter(|_| is_gone).map(Lost::outdated);
         if let Some(standby) = standby {
             standby.end();
         }
     }
     kept
+}
+
+/// Whether a series has ended because nothing more comes from its primary.
+fn is_of_the_line(error: &ProtectError) -> bool {
+    match error {
+        ProtectError::Ended { .. } => true,
+        ProtectError::Migrate(error) => is_cut(error),
+        _ => false,
+    }
 }
 
 /// A primary elsewhere, beside its stream.
@@ -272,7 +288,9 @@ fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept
     let (warm, notice) = (standby.filter(|standby| standby.warm), watch.notice);
     let told = Mutex::new(Instant::now());
     let has_disks = !manifest.protected_disks.is_empty();
-    let far = FarVm { channel: channel.try_clone()?, is_limosa, has_disks, told, far, warm, notice };
+    let takes_within = options.lost_after / 2;
+    let channel_back = channel.try_clone()?;
+    let far = FarVm { channel: channel_back, is_limosa, has_disks, told, far, warm, takes_within, notice };
     let silence = is_limosa.then_some(options.lost_after);
     let series = Series {
         primary: &far,
@@ -300,6 +318,8 @@ struct FarVm<'a> {
     far: &'a Far,
     /// How a standby is started.
     warm: Option<StandbyOptions<'a>>,
+    /// How long it may take no bytes: not as long as the primary waits for a word.
+    takes_within: Duration,
     notice: &'a (dyn Fn(&str) + Sync),
 }
 
@@ -307,6 +327,21 @@ impl FarVm<'_> {
     fn tell(&self, bytes: &[u8]) -> Result<(), ProtectError> {
         *self.told.lock() = Instant::now();
         Ok(self.channel.write_all(bytes)?)
+    }
+
+    /// Starts a standby. It may take longer than the primary waits for a word.
+    fn start(&self, options: StandbyOptions<'_>) -> Result<Result<Standby, ProtectError>, ProtectError> {
+        thread::scope(|scope| {
+            let start = || Standby::start(options.command, options.start_within, self.takes_within);
+            let starting = thread::Builder::new().name("standby".into()).spawn_scoped(scope, start);
+            let starting = starting.map_err(ProtectError::Thread)?;
+            while !starting.is_finished() {
+                self.working()?;
+                thread::sleep(TICK / 10);
+            }
+            let panicked = |_| MigrateError::Protocol("the thread that starts the standby panicked".into());
+            Ok(starting.join().map_err(panicked)?)
+        })
     }
 
     /// Feeds the standby with what counts. Without one the VM is kept all the same.
@@ -321,7 +356,7 @@ impl FarVm<'_> {
             (self.notice)(&format!("there is no standby: {}", error_with_causes(error)));
         };
         if pair.number() == 0 {
-            match Standby::start(options.command, options.start_within) {
+            match self.start(options)? {
                 Ok(started) => *standby = Some(started),
                 Err(error) => failed(&error),
             }
@@ -399,5 +434,21 @@ impl Primary for FarVm<'_> {
     /// The primary's own end counts.
     fn counters(&self) -> Option<OutputCounters> {
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_store_that_fails_says_nothing_of_the_vm() {
+        let failed = |source| ProtectError::Ownership { directory: PathBuf::new(), source };
+        assert!(!is_of_the_line(&failed(io::Error::from(io::ErrorKind::StorageFull))));
+        assert!(!is_of_the_line(&ProtectError::Migrate(MigrateError::Sink("a full disk".into()))));
+        assert!(is_of_the_line(&ProtectError::Ended { reason: String::new() }));
+        assert!(is_of_the_line(&ProtectError::Migrate(MigrateError::Cancelled)));
     }
 }

@@ -50,9 +50,14 @@ impl Feed {
     }
 
     /// Writes the pages that the newest checkpoint has changed.
-    pub(super) fn changes(&mut self, channel: &Channel, pair: &CheckpointPair) -> Result<(), ProtectError> {
+    pub(super) fn changes(
+        &mut self,
+        channel: &Channel,
+        pair: &CheckpointPair,
+        working: &dyn Fn() -> Result<(), ProtectError>,
+    ) -> Result<(), ProtectError> {
         let changed: Vec<_> = (0..self.blocks).filter_map(|block| pair.changed_pages(block)).collect();
-        self.part(channel, pair, &changed, &|| Ok(()))
+        self.part(channel, pair, &changed, working)
     }
 
     /// Writes the end of the stream.

@@ -33,8 +33,6 @@ use feed::Feed;
 
 /// The name under which QEMU gets its end of the stream.
 const DESCRIPTOR: &str = "limosa-standby";
-/// How long a standby may take no bytes.
-const TAKES_WITHIN: Duration = Duration::from_secs(10);
 /// How long it may take until its VM runs.
 const RUNS_WITHIN: Duration = Duration::from_secs(30);
 /// How often that is looked at.
@@ -79,14 +77,19 @@ impl Drop for Process {
 }
 
 impl Standby {
-    /// Starts a QEMU with this command line, which has `start_within` to open its monitor.
-    pub(crate) fn start(command: &[OsString], start_within: Duration) -> Result<Self, ProtectError> {
+    /// Starts a QEMU with this command line, which has `start_within` to open its monitor, and may take no bytes for
+    /// `takes_within`.
+    pub(crate) fn start(
+        command: &[OsString],
+        start_within: Duration,
+        takes_within: Duration,
+    ) -> Result<Self, ProtectError> {
         let launched = launch(command, &[])?;
         let (child, greeted) = launched.connect(&Options { greeting_timeout: start_within, ..Options::default() });
         let process = Process(Some(child));
         let monitor = Monitor::new(greeted?);
         let (channel, far) = Channel::pair()?;
-        channel.set_timeouts(None, Some(TAKES_WITHIN))?;
+        channel.set_timeouts(None, Some(takes_within))?;
         monitor.getfd(DESCRIPTOR, far.as_fd())?;
         monitor.migrate_incoming_or_exit(&format!("fd:{DESCRIPTOR}"))?;
         Ok(Self { process, monitor, channel, feed: None, tail: Vec::new() })
@@ -101,7 +104,7 @@ impl Standby {
         working: &dyn Fn() -> Result<(), ProtectError>,
     ) -> Result<(), ProtectError> {
         match &mut self.feed {
-            Some(feed) => feed.changes(&self.channel, pair)?,
+            Some(feed) => feed.changes(&self.channel, pair, working)?,
             None => {
                 let mut feed = Feed::begin(&self.channel, setup)?;
                 feed.all(&self.channel, pair, working)?;
