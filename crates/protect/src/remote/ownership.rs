@@ -7,11 +7,12 @@
 //! Law: **one VM continues from a protection.** A second file has those whose VM continues, from before it runs. One
 //! whose QEMU did not start is taken out again, so that another failover may try; its primary stays turned away.
 
-use std::fs::{self, File};
-use std::io::{self, Read as _, Write as _};
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::Path;
 
 use limosa_snapshot::{CHECKPOINT_NAME, Snapshot};
+use limosa_storage::replace_file;
 use uuid::Uuid;
 
 use crate::error::ProtectError;
@@ -95,7 +96,7 @@ fn note(directory: &Path, name: &str, protection: Uuid) -> io::Result<bool> {
 fn write(directory: &Path, name: &str, protections: &[Uuid]) -> io::Result<()> {
     let forgotten = protections.len().saturating_sub(REMEMBERED);
     let lines: String = protections.iter().skip(forgotten).map(|protection| format!("{protection}\n")).collect();
-    replace(directory, name, &lines)
+    replace_file(&directory.join(name), lines.as_bytes())
 }
 
 /// Reads the lines of a file that are protections; none if it is missing.
@@ -107,16 +108,6 @@ fn read(directory: &Path, name: &str) -> io::Result<Vec<Uuid>> {
         Err(error) => return Err(error),
     };
     Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
-}
-
-/// Replaces a file, durably.
-fn replace(directory: &Path, name: &str, text: &str) -> io::Result<()> {
-    let aside = directory.join(format!("{name}.new"));
-    let mut file = File::create(&aside)?;
-    file.write_all(text.as_bytes())?;
-    file.sync_all()?;
-    fs::rename(&aside, directory.join(name))?;
-    File::open(directory)?.sync_all()
 }
 
 #[cfg(test)]

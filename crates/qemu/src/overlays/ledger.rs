@@ -4,10 +4,11 @@
 //! and gone before the image gets what belongs to no checkpoint.
 
 use std::fs::{self, File};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use limosa_storage::{replace_file, sync_folder};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -101,14 +102,7 @@ impl Ledger {
     /// # Errors
     /// The kernel's.
     pub(super) fn write(&self, image: &Path) -> io::Result<()> {
-        let path = Self::path(image);
-        let mut aside = path.clone();
-        aside.as_mut_os_string().push(".new");
-        let mut file = File::create(&aside)?;
-        file.write_all(&serde_json::to_vec(self)?)?;
-        file.sync_all()?;
-        fs::rename(&aside, &path)?;
-        sync_folder(image)
+        replace_file(&Self::path(image), &serde_json::to_vec(self)?)
     }
 
     /// Removes the ledger of an image, durably, if it is that of these overlays.
@@ -122,11 +116,6 @@ impl Ledger {
         }
         Ok(())
     }
-}
-
-/// Makes the names beside an image durable.
-pub(super) fn sync_folder(image: &Path) -> io::Result<()> {
-    File::open(image.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
 #[cfg(test)]

@@ -7,11 +7,11 @@ use limosa_image::Format;
 use limosa_image::qcow2::{self, CreateOptions};
 use limosa_page::error_with_causes;
 use limosa_snapshot::OverlaidDisk;
-use limosa_storage::{FileOptions, FileStorage, block_on};
+use limosa_storage::{FileOptions, FileStorage, block_on, sync_folder};
 use parking_lot::Mutex;
 use uuid::Uuid;
 
-use super::ledger::{ImageState, Ledger, Stamp, sync_folder};
+use super::ledger::{ImageState, Ledger, Stamp};
 use super::{bring, file, job_of, remove};
 use crate::conflict::{Conflict, DiskConflict};
 use crate::file_identity::FileId;

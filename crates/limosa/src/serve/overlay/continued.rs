@@ -6,7 +6,7 @@
 //! block device has no such file: there the user sees to it.
 
 use std::fs::File;
-use std::io::{ErrorKind, Read as _, Write as _};
+use std::io::{ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,9 +16,10 @@ use limosa_image::Format;
 use limosa_image::chain::MAX_CHAIN_DEPTH;
 use limosa_image::reference::Reference;
 use limosa_qemu::is_same_file;
-use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
+use limosa_storage::replace_file;
+use rustix::fs::unlink;
 
-use super::{files, folder_of};
+use super::files;
 use crate::serve::beside::beside;
 use crate::serve::wanted::Wanted;
 
@@ -35,15 +36,8 @@ pub(super) fn mark(image: &Path, overlay: &Path) -> anyhow::Result<()> {
         return Ok(());
     }
     let text = overlay.to_str().with_context(|| format!("{}: the path must be UTF-8", overlay.display()))?;
-    let (mark, unfinished) = (mark_of(image), beside(image, ".continued.unfinished"));
-    let written = (|| {
-        let mut file = File::create(&unfinished)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        Ok::<_, std::io::Error>(renameat_with(CWD, &unfinished, CWD, &mark, RenameFlags::empty())?)
-    })();
-    written.with_context(|| mark.display().to_string())?;
-    Ok(folder_of(&mark)?.sync_all()?)
+    let mark = mark_of(image);
+    replace_file(&mark, text.as_bytes()).with_context(|| mark.display().to_string())
 }
 
 /// The image's disk does not continue elsewhere any more. If the file stays, it names an overlay that does not exist.
