@@ -334,6 +334,11 @@ fn of_protect(error: &ProtectError) -> Option<String> {
 fn of_clone(error: &CloneError) -> Option<String> {
     Some(match error {
         CloneError::Running { .. } => "; end it with limosa clone stop, or give --force".into(),
+        ProtectError::WritableDisks { .. } => Some(
+            "; have them belong to its checkpoints with --disks overlays if QEMU opens them itself, or with --disk-server \
+             SOCK if limosa serve serves them; say --disks ignore if they are kept consistent by other means"
+                .into(),
+        ),
         CloneError::NotMappable { .. } => {
             "; make it so with limosa snapshot seal, or use --memory auto, which gives each clone a copy".into()
         }

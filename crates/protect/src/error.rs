@@ -90,6 +90,16 @@ pub enum ProtectError {
     #[error("{0}")]
     Refused(String),
 
+    /// The VM has writable disks that would not belong to its checkpoints.
+    #[error(
+        "the VM has writable disks ({}), whose contents would be later than its memory after a failover",
+        devices.join(", ")
+    )]
+    WritableDisks {
+        /// Their devices.
+        devices: Vec<String>,
+    },
+
     /// QEMU has no COLO, or one that does not work. Background snapshots may be possible.
     #[error("{0}")]
     ColoUnusable(String),

@@ -203,14 +203,8 @@ fn fence_scope(monitor: &Monitor, devices: &[Device], options: &ProtectOptions) 
 fn refuse_disks(monitor: &Monitor, devices: &[Device]) -> Result<EpochDisks, ProtectError> {
     let disks = monitor.disks()?.into_iter().map(|disk| disk.device);
     let external = devices.iter().filter(|device| device.is_external_disk()).map(|device| device.kind.clone());
-    let names: Vec<String> = disks.chain(external).collect();
-    if names.is_empty() {
-        return Ok(EpochDisks::default());
-    }
-    Err(ProtectError::Refused(format!(
-        "the VM has writable disks ({}), whose contents would be later than its memory after a failover",
-        names.join(", ")
-    )))
+    let devices: Vec<String> = disks.chain(external).collect();
+    if devices.is_empty() { Ok(EpochDisks::default()) } else { Err(ProtectError::WritableDisks { devices }) }
 }
 
 /// Refuses a VM that has a network beside those of the gates: its output would not wait. QEMU does not tell to which

@@ -29,7 +29,7 @@ fn a_vm_with_writable_disks_or_one_that_is_stopped_is_refused() {
     let image = scene.path("disk.raw");
     let machine: Machine = scene.machine.clone().disk(Disk::create(&image, DiskFormat::Raw, 1 << 20).unwrap());
     let vm = machine.start().unwrap();
-    scene.protect(&vm, &[]).wait().one_line(&["writable disks (", "disk0"]);
+    scene.protect(&vm, &[]).wait().one_line(&["writable disks (", "disk0", "--disks overlays", "--disk-server SOCK"]);
     vm.stop().unwrap();
     let ended = scene.protect(&vm, &["--disks", "ignore"]).wait();
     ended.one_line(&["the VM does not run (paused)"]);
