@@ -47,6 +47,15 @@ pub trait OutputGate: Send + Sync {
     /// The gate has failed: the series ends.
     fn commit(&self, epoch: u64) -> Result<(), VmError>;
 
+    /// Has output stay held for at least `time` if this process ends in this series without an
+    /// [`abort`](Self::abort): the VM may continue elsewhere until then. Does nothing by default.
+    ///
+    /// # Errors
+    /// The gate has failed: the series ends.
+    fn hold_when_lost(&self, _time: Duration) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// Ends the series: drops the output of `epoch` and of all later ones, as no checkpoint will know of it, and holds
     /// nothing back any more.
     ///
@@ -108,6 +117,14 @@ impl<'a> OutputGates<'a> {
     /// As of [`OutputGate::commit`].
     pub fn commit(self, epoch: u64) -> Result<(), VmError> {
         self.gates.iter().try_for_each(|gate| gate.commit(epoch))
+    }
+
+    /// Has output stay held for at least `time` if this process ends in this series without an abort.
+    ///
+    /// # Errors
+    /// As of [`OutputGate::hold_when_lost`].
+    pub fn hold_when_lost(self, time: Duration) -> Result<(), VmError> {
+        self.gates.iter().try_for_each(|gate| gate.hold_when_lost(time))
     }
 
     /// Ends the series of every gate, also of those behind one that fails.

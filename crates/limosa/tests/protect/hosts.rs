@@ -91,8 +91,8 @@ impl Hosts {
         });
         let world = Namespace::with_tap(GUEST_MAC);
         let [primary, secondary] = Namespace::pair();
-        // A keeper that fails over has fenced the VM before that.
-        let gate = open_gate(&scene, &world, &["--grace", "20s"]);
+        // Without a grace of its own: a keeper that fails over by itself says how long output has to be held.
+        let gate = open_gate(&scene, &world, &[]);
         let vm = scene.machine.start().unwrap();
         prepare(&vm, None);
         let counts = Arc::default();

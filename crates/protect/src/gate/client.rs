@@ -150,6 +150,11 @@ impl OutputGate for GateClient {
         Ok(self.order(Order::Commit(epoch))?)
     }
 
+    fn hold_when_lost(&self, time: Duration) -> Result<(), VmError> {
+        let millis = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        Ok(self.order(Order::HoldWhenLost(millis))?)
+    }
+
     fn abort(&self, epoch: u64) -> Result<(), VmError> {
         self.shared.heard.lock().aborted = None;
         self.order(Order::Abort(epoch))?;

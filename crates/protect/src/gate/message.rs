@@ -45,6 +45,8 @@ pub(super) enum Order {
     Commit(u64),
     /// It does not, and no later one will.
     Abort(u64),
+    /// If this keeper ends without a word, output stays held for at least as many milliseconds.
+    HoldWhenLost(u64),
     /// A failover's: the VM of this protection is refused from now on.
     Fence {
         /// The checkpoint from which it continues elsewhere: its frames may leave.
@@ -94,6 +96,7 @@ impl Order {
             Self::Commit(epoch) => encode(3, epoch, &[], out),
             Self::Abort(epoch) => encode(4, epoch, &[], out),
             Self::Fence { epoch, protection } => encode(5, epoch, &id_words(protection), out),
+            Self::HoldWhenLost(millis) => encode(6, millis, &[], out),
         }
     }
 
@@ -109,6 +112,7 @@ impl Order {
             3 => Self::Commit(raw.value),
             4 => Self::Abort(raw.value),
             5 => Self::Fence { epoch: raw.value, protection: id(raw.words) },
+            6 => Self::HoldWhenLost(raw.value),
             kind => return Err(MessageError::Kind(kind)),
         };
         Ok(Some((order, raw.length)))
@@ -271,6 +275,7 @@ mod tests {
             Order::Commit(1 << 33),
             Order::Abort(0),
             Order::Fence { epoch: 7, protection },
+            Order::HoldWhenLost(13_000),
         ] {
             let mut bytes = Vec::new();
             order.encode(&mut bytes);

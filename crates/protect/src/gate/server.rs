@@ -27,6 +27,8 @@ const INBOUND_LIMIT: u64 = 1 << 20;
 const BACKLOG: i32 = 8;
 /// The place of the first visitor among the sockets that are waited for.
 const VISITORS: usize = 6;
+/// Longest time for which a keeper can have output held when it is gone.
+const LONGEST_GRACE: Duration = Duration::from_secs(3600);
 /// Bytes after which the drain of a seal ends: many times what a socket holds of a VM that stands still.
 const DRAIN_MAX: u64 = 64 << 20;
 
@@ -49,7 +51,8 @@ pub struct GateOptions {
     /// beyond it frames are dropped.
     pub limit: u64,
     /// How long output is still held when the keeper is gone without a word: a VM that dies with it has not been seen
-    /// to be ahead of its checkpoint. After it the VM continues without protection.
+    /// to be ahead of its checkpoint. After it the VM continues without protection. A keeper may ask for more, if the VM
+    /// may continue elsewhere.
     pub grace: Duration,
     /// Access to the VM's socket; the keeper's is for the owner alone.
     pub access: SocketAccess,
@@ -94,6 +97,9 @@ pub struct Gate {
     fences: Fences,
     /// It was reported that a fenced VM has come back.
     refusal_reported: bool,
+    /// The time for which output is held then, without a wish of the keeper's.
+    shortest_grace: Duration,
+    /// The same in this series.
     grace: Duration,
     /// The keeper is gone without a word, since then.
     lost: Option<Instant>,
@@ -124,6 +130,7 @@ impl Gate {
             hold: Hold::new(options.limit),
             fences: Fences::default(),
             refusal_reported: false,
+            shortest_grace: options.grace,
             grace: options.grace,
             lost: None,
             full_reported: false,
@@ -284,7 +291,7 @@ impl Gate {
                 }
                 Order::Fence { epoch, protection } => visitor.dismiss(self.fence(protection, epoch, notice)),
                 // Whoever does not begin as a keeper is none.
-                Order::Seal(_) | Order::Commit(_) | Order::Abort(_) => {}
+                Order::Seal(_) | Order::Commit(_) | Order::Abort(_) | Order::HoldWhenLost(_) => {}
             }
         }
         admitted
@@ -367,6 +374,9 @@ impl Gate {
                     }
                     self.keeper.answer(Answer::Counters(self.hold.counters()));
                 }
+                Order::HoldWhenLost(millis) => {
+                    self.grace = self.grace.max(Duration::from_millis(millis).min(LONGEST_GRACE));
+                }
                 Order::Abort(epoch) => {
                     // A VM that has died may have left frames in its socket that no checkpoint knows of.
                     self.drain(notice);
@@ -392,14 +402,14 @@ impl Gate {
             self.hold.abort();
             notice("output leaves at once: no protection");
         }
-        (self.lost, self.full_reported) = (None, false);
+        (self.lost, self.full_reported, self.grace) = (None, false, self.shortest_grace);
     }
 
     fn begin_series(&mut self) {
         self.end_series();
         self.hold.begin();
         self.report.series += 1;
-        (self.lost, self.full_reported) = (None, false);
+        (self.lost, self.full_reported, self.grace) = (None, false, self.shortest_grace);
     }
 
     /// Adds the counters of a series to the report.

@@ -34,6 +34,9 @@ const TICK: Duration = Duration::from_millis(50);
 /// How often a primary is told that the store is at work.
 const TELL_EVERY: Duration = Duration::from_millis(250);
 
+/// Time that is allowed for a fence when a primary is told when its VM is failed over.
+const FENCE_WITHIN: Duration = Duration::from_secs(10);
+
 /// How checkpoints of VMs elsewhere are kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -288,9 +291,11 @@ fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept
     let (warm, notice) = (standby.filter(|standby| standby.warm), watch.notice);
     let told = Mutex::new(Instant::now());
     let has_disks = !manifest.protected_disks.is_empty();
+    let when_lost = standby.and_then(|standby| standby.when_lost);
+    let fails_over = when_lost.map(|after| after.saturating_add(options.lost_after).saturating_add(FENCE_WITHIN));
     let takes_within = options.lost_after / 2;
     let channel_back = channel.try_clone()?;
-    let far = FarVm { channel: channel_back, is_limosa, has_disks, told, far, warm, takes_within, notice };
+    let far = FarVm { channel: channel_back, is_limosa, has_disks, fails_over, told, far, warm, takes_within, notice };
     let silence = is_limosa.then_some(options.lost_after);
     let series = Series {
         primary: &far,
@@ -313,6 +318,8 @@ struct FarVm<'a> {
     is_limosa: bool,
     /// Whether disks belong to its checkpoints. Its own end has them begin, seal and keep epochs.
     has_disks: bool,
+    /// The time from its loss until it is failed over; `None`: not by itself.
+    fails_over: Option<Duration>,
     /// When it was last told something.
     told: Mutex<Instant>,
     far: &'a Far,
@@ -408,6 +415,10 @@ impl Primary for FarVm<'_> {
     fn commit(&self, pair: &CheckpointPair, kept: Option<&KeptCheckpoint>) -> Result<(), ProtectError> {
         let told = if self.is_limosa {
             let mut bytes = Vec::new();
+            if let Some(time) = self.fails_over.filter(|_| pair.number() == 0) {
+                let millis = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+                Note::FailsOver(millis).encode(&mut bytes);
+            }
             Note::encode_kept(pair.number(), kept, &mut bytes);
             self.tell(&bytes)
         } else {

@@ -229,6 +229,8 @@ pub(super) enum Note {
     Commit(u64),
     /// Nanoseconds to prepare the store for it.
     CatchUp(u64),
+    /// To the primary, before its base counts: the keeper fails over by itself, within so many milliseconds of its loss.
+    FailsOver(u64),
     /// To the keeper: the VM's disks are prepared for the checkpoint of this number. One of a VM with such disks does
     /// not count before.
     Prepared(u64),
@@ -252,6 +254,7 @@ impl Note {
             8 => Self::Commit(value),
             9 => Self::CatchUp(value),
             10 => Self::Prepared(value),
+            11 => Self::FailsOver(value),
             _ => return None,
         })
     }
@@ -271,6 +274,7 @@ impl Note {
             Self::Commit(nanos) => (8, nanos),
             Self::CatchUp(nanos) => (9, nanos),
             Self::Prepared(number) => (10, number),
+            Self::FailsOver(millis) => (11, millis),
         };
         ColoMessage::Note { kind, value }.encode(out);
     }
@@ -299,6 +303,8 @@ pub(super) struct KeptNotes {
     pub(super) stored: Checkpoint,
     pub(super) commit: Duration,
     pub(super) catch_up: Duration,
+    /// The time within which the keeper fails over by itself.
+    pub(super) fails_over: Option<Duration>,
 }
 
 impl KeptNotes {
@@ -317,6 +323,7 @@ impl KeptNotes {
             Note::CatchUp(nanos) => self.catch_up = Duration::from_nanos(nanos),
             Note::Alive(_) | Note::Farewell(_) | Note::Prepared(_) => {}
         }
+            Note::FailsOver(millis) => self.fails_over = Some(Duration::from_millis(millis)),
         None
     }
 }
@@ -399,6 +406,7 @@ mod tests {
             Note::Prepared(1 << 40),
         ] {
             let mut bytes = Vec::new();
+            Note::FailsOver(16_000),
             note.encode(&mut bytes);
             let Ok(Some((ColoMessage::Note { kind, value }, 12))) = ColoMessage::decode(&bytes, 0, 0) else {
                 panic!("{note:?}")

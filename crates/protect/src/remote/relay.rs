@@ -326,11 +326,15 @@ impl<'r> Turns<'r> {
     fn count(&mut self, number: u64, kept: &mut Kept) -> Result<(), ProtectError> {
         let (vm, notes) = (self.relay.vm, std::mem::take(&mut self.notes));
         kept.newest.get_or_insert_with(|| self.relay.keeper.peer().into());
+        if let Some(time) = notes.fails_over {
+            // Otherwise others would see output of a VM that is about to continue without it.
+            vm.outputs.hold_when_lost(time).map_err(ProtectError::Gate)?;
+        }
         let released = vm.counts(number);
         if number > 0 {
             let period = self.stopped.zip(self.before).map(|(now, before)| now.saturating_duration_since(before));
             let (pause, bytes, output) = (self.pause, self.bytes, vm.counters());
-            let KeptNotes { stored, commit, catch_up } = notes;
+            let KeptNotes { stored, commit, catch_up, .. } = notes;
             let one = KeptCheckpoint { number, pause, commit, catch_up, period, bytes, stored, output };
             kept.tally.add(&one);
             (self.relay.kept)(&one);

@@ -179,6 +179,30 @@ fn a_vm_whose_keeper_dies_has_its_network_again_after_the_grace() {
 }
 
 #[test]
+fn a_keeper_has_output_held_longer_when_the_vm_may_continue_elsewhere() {
+    let scene = Scene::with(options(1 << 20, Duration::from_millis(50)));
+    let (mut vm, mut network) = scene.connected();
+    let keeper = scene.keeper();
+    keeper.seal(0).unwrap();
+    keeper.hold_when_lost(Duration::from_millis(700)).unwrap();
+    keeper.hold_when_lost(Duration::from_millis(20)).unwrap();
+    keeper.commit(0).unwrap();
+    vm.send(b"held");
+    let begun = Instant::now();
+    drop(keeper);
+    scene.wait_notice("output leaves at once");
+    assert!(begun.elapsed() >= Duration::from_millis(700));
+    // The next keeper has not asked for it.
+    let next = scene.keeper();
+    next.seal(0).unwrap();
+    let begun = Instant::now();
+    drop(next);
+    vm.send(b"free");
+    assert_eq!(network.frame(), b"free");
+    assert!(begun.elapsed() < Duration::from_millis(700));
+}
+
+#[test]
 fn memory_is_bounded_and_a_checkpoint_is_asked_for_before_frames_are_dropped() {
     let scene = Scene::with(options(100_000, SOON));
     let (mut vm, mut network) = scene.connected();
