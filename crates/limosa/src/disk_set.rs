@@ -15,6 +15,7 @@ use limosa_image::reference::Reference;
 use limosa_storage::block_on;
 
 use crate::img::open::no_journal;
+use crate::serve::beside::refuse_incomplete;
 
 /// The snapshots of an image.
 fn snapshots(image: &Path, file: &ImageFile) -> anyhow::Result<Vec<Snapshot>> {
@@ -80,7 +81,9 @@ impl<'a> NewSnapshots<'a> {
     /// One of them cannot be opened, is not qcow2, or has a snapshot of this name.
     pub(crate) fn begin(disks: &'a [PathBuf], name: &'a str, taken: (u32, u32)) -> anyhow::Result<Self> {
         let open = |path: &'a PathBuf| {
-            let file = block_on(ImageFile::open(&Reference::from_name(path)?, &no_journal(OpenOptions::default())))?;
+            let reference = Reference::from_name(path)?;
+            refuse_incomplete(&reference)?;
+            let file = block_on(ImageFile::open(&reference, &no_journal(OpenOptions::default())))?;
             refuse_taken(path, &file, name)?;
             anyhow::Ok((path.as_path(), file))
         };

@@ -258,6 +258,9 @@ fn of_disk(conflict: DiskConflict) -> &'static str {
             "; with overlays they would no longer see each other's writes; say --disks ignore if that file is kept \
              consistent by other means"
         }
+        DiskConflict::Unmerged => {
+            "; limosa protect merge DIR, with the directory of its checkpoints, brings all that the VM wrote to the image"
+        }
         _ => "",
     }
 }

@@ -17,6 +17,7 @@ use limosa_storage::{Buffer, LockPolicy, Storage, block_on};
 
 use crate::disk_set::{self, NewSnapshots};
 use crate::img::open::no_journal;
+use crate::serve::beside::refuse_incomplete;
 
 /// Bytes that are read at once.
 const PIECE: u64 = 1 << 20;
@@ -93,7 +94,9 @@ pub(crate) fn put(
     others: &[PathBuf],
     handle: &Handle,
 ) -> anyhow::Result<PrecopyStats> {
-    let file = block_on(ImageFile::open(&Reference::from_name(image)?, &no_journal(OpenOptions::default())))?;
+    let reference = Reference::from_name(image)?;
+    refuse_incomplete(&reference)?;
+    let file = block_on(ImageFile::open(&reference, &no_journal(OpenOptions::default())))?;
     disk_set::refuse_taken(image, &file, name)?;
     let (read, write) = std::io::pipe().context("a pipe")?;
     let taken = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -98,6 +98,8 @@ pub enum DiskConflict {
     Served,
     /// Two disks of the VM write to one file.
     SharedFile,
+    /// The last writes of a protection that is over are in overlays.
+    Unmerged,
 }
 
 /// The state that rules the job out.

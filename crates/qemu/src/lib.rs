@@ -79,7 +79,7 @@ pub use mapping::{
     BlockPages, BlockPlace, MappedCommandLine, MappedRecording, MappedVm, MappedVmError, Mapper, Mappers,
     MemoryConflict, NotMapping, check_snapshot_not_shared, name_memory_backend, prove_mapping, rewrite_for_mapping,
 };
-pub use overlays::{EpochOverlays, bring_overlays};
+pub use overlays::{EpochOverlays, bring_overlays, find_overlay_ledger, merge_overlays};
 pub use process::{Liveness, ProcessIdentity};
 pub use restore::{
     LazyReport, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RestoreRequest,

@@ -43,8 +43,8 @@ pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
 pub(crate) use keep::KeeperArgs;
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use protect::{
-    DurableArg, FailoverArgs, GateArgs, KeepArgs, MethodArg, OnLossArg, OutputArg, ProtectArgs, ProtectCommand,
-    ProtectDisksArg,
+    DurableArg, FailoverArgs, GateArgs, KeepArgs, MergeArgs, MethodArg, OnLossArg, OutputArg, ProtectArgs,
+    ProtectCommand, ProtectDisksArg,
 };
 pub(crate) use receive::ReceiveArgs;
 pub(crate) use restore::{

@@ -42,6 +42,16 @@ pub(crate) enum ProtectCommand {
     Failover(Box<FailoverArgs>),
     /// Forward a VM's network, and hold its output back while a limosa protect keeps checkpoints of it
     Gate(Box<GateArgs>),
+    /// Bring all that a VM with --disks overlays wrote to its images, instead of failing over to its checkpoint
+    Merge(MergeArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "For a VM that is off, and starts from its disks again: no checkpoint is of that instant.")]
+pub(crate) struct MergeArgs {
+    /// The directory of the checkpoints
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

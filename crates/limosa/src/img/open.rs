@@ -17,17 +17,17 @@ use limosa_storage::{Io, LockPolicy, block_on};
 use super::object;
 use super::options::Source;
 use crate::program::say_named;
-use crate::serve::beside::refuse_log;
+use crate::serve::beside::refuse_incomplete;
 use crate::serve::journals;
 
 /// Resolves an image's name and options; it is opened to be read. One that a server that was killed has left with
-/// changes in its journal is refused, and one of a protected VM, whose writes are in a log.
+/// changes in its journal is refused, and one of a protected VM, whose writes are in a log or in overlays.
 ///
 /// # Errors
-/// As of [`named`]; it has a log.
+/// As of [`named`]; it has a log or overlays.
 pub(crate) fn resolve(source: &Source) -> anyhow::Result<NamedImage> {
     let NamedImage { reference, options, .. } = named(source)?;
-    refuse_log(&reference)?;
+    refuse_incomplete(&reference)?;
     Ok(NamedImage::new(reference, no_journal(options)))
 }
 

@@ -6,6 +6,7 @@ mod figures;
 mod gate;
 mod keeper;
 mod line;
+mod merge;
 mod metrics;
 
 use std::io;
@@ -42,6 +43,7 @@ pub(crate) fn run(args: ProtectArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     match (args.command, args.keep) {
         (Some(ProtectCommand::Failover(args)), _) => failover::run(*args, verbose),
         (Some(ProtectCommand::Gate(args)), _) => gate::run(&args),
+        (Some(ProtectCommand::Merge(args)), _) => merge::run(&args),
         (None, Some(args)) => protect_vm(&args),
         (None, None) => bail!("nothing to protect: see limosa protect --help"),
     }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use limosa_image::reference::Reference;
+use limosa_qemu::find_overlay_ledger;
 
 /// The path of a file beside another one.
 pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
@@ -22,11 +23,33 @@ pub(super) fn log_of(reference: &Reference) -> std::io::Result<Option<(PathBuf, 
     Ok(Some((image, log)))
 }
 
-/// Refuses an image that has a log: it is not complete.
+/// Refuses an image whose VM's last writes are in overlays beside it.
 ///
 /// # Errors
-/// It has one.
-pub(crate) fn refuse_log(reference: &Reference) -> anyhow::Result<()> {
+/// They are; the record of it cannot be read.
+pub(super) fn refuse_overlaid(reference: &Reference) -> anyhow::Result<()> {
+    // Whatever options name it: QEMU has one by its path.
+    let Some(path) = reference.path() else { return Ok(()) };
+    let image = std::path::absolute(path)?;
+    if let Some(ledger) = find_overlay_ledger(&image)? {
+        anyhow::bail!(
+            "{}: the last writes of its protected VM are in overlays beside it, says {}; end the protection, or if the VM \
+             is lost bring the image to its checkpoint with `limosa protect failover` or `limosa run`, or to all that the \
+             VM wrote with `limosa protect merge`",
+            image.display(),
+            ledger.display()
+        );
+    }
+    Ok(())
+}
+
+/// Refuses an image whose VM is, or was, protected, and that does not have all of its writes: they are in overlays, or
+/// in a log.
+///
+/// # Errors
+/// It does not have them.
+pub(crate) fn refuse_incomplete(reference: &Reference) -> anyhow::Result<()> {
+    refuse_overlaid(reference)?;
     if let Some((image, log)) = log_of(reference)?.filter(|(_, log)| log.exists()) {
         anyhow::bail!(
             "{}: {} has what a protected VM has written to it; `limosa serve --fenced` brings it to the image",

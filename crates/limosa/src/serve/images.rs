@@ -16,6 +16,7 @@ use limosa_page::to_usize;
 use limosa_storage::{Buffer, Operation, block_on};
 use parking_lot::Mutex;
 
+use super::beside::refuse_overlaid;
 use super::epochs::{self, Boot};
 use super::overlay;
 use super::wanted::Wanted;
@@ -116,6 +117,7 @@ fn follow(wanted: &mut Wanted, boot: Boot) -> anyhow::Result<Image> {
         None => file_name(&named(&wanted.source)?.reference)?,
     };
     *wanted = overlay::follow(Wanted { name: Some(name), ..wanted.clone() })?;
+    refuse_overlaid(&named(&wanted.source)?.reference)?;
     let image = wanted.open_image()?;
     let checked = epochs::bring(wanted, &image, boot).and_then(|recovery| {
         warn_of_header(wanted, &image)?;

@@ -25,6 +25,7 @@ mod measure;
 mod nbd;
 mod nbd_tls;
 mod old_aes;
+mod overlaid;
 mod pipe;
 mod rebase;
 mod resize;

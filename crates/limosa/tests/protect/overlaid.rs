@@ -99,6 +99,12 @@ fn a_vm_that_was_killed_continues_on_an_image_of_the_instant_of_its_memory() {
         kill9(vm.pid()).unwrap();
         assert_eq!(keeper.wait().status.code(), Some(1));
         assert_never_torn(&vm);
+        // The image alone is not its disk.
+        let disk = bed.disk();
+        for words in [&["info"][..], &["check", "-r", "all"], &["bench", "-w"]] {
+            let refused = limosa([&["img"], words, &[text(&disk)]].concat());
+            refused.one_line(&["are in overlays beside it", "disk.overlays", "`limosa protect failover`"]);
+        }
         // One whose QEMU does not start can be repeated.
         let kept = bed.scene.kept();
         let failed = limosa(["protect", "failover", "--fenced", text(&kept), "--", "false"]);
@@ -156,6 +162,40 @@ fn a_vm_that_ends_by_itself_has_all_its_writes_in_its_image() {
     assert_eq!(bed.beside(), Vec::<String>::new(), "{}", ended.stderr);
     let written = sectors_written(&bed.disk(), bed.format());
     assert!(written >= last_written(&vm), "{written} of {}", last_written(&vm));
+}
+
+#[test]
+fn a_merge_at_the_end_that_was_cut_off_is_completed() {
+    needs_newest_qemu!();
+    let bed = Bed::new(DiskFormat::Qcow2);
+    let vm = start_writer(&bed.scene.machine);
+    let keeper = bed.protect(&vm);
+    bed.scene.wait_checkpoint(3, &keeper);
+    wait_writes(vm.serial(), 5);
+    let (kept, watchdog) = (bed.scene.kept(), watchdog(&keeper).unwrap());
+    limosa(["protect", "merge", text(&kept)]).one_line(&[text(&kept)]);
+    for victim in [vm.pid(), watchdog, keeper.pid()] {
+        kill9(victim).unwrap();
+    }
+    keeper.wait();
+    wait_gone(vm.pid());
+    assert_never_torn(&vm);
+    let last = last_written(&vm);
+    // As if the keeper had ended the protection, and had been killed with QEMU.
+    let ledger = bed.scene.path("disk.overlays");
+    let mut noted: Value = serde_json::from_slice(&std::fs::read(&ledger).unwrap()).unwrap();
+    noted["image"] = json!({ "state": "ending" });
+    std::fs::write(&ledger, noted.to_string()).unwrap();
+    let refused = bed.failover().limosa.wait();
+    refused.one_line(&["its protection has ended", "limosa protect merge DIR"]);
+    limosa(["protect", "merge", text(&kept)]).success();
+    assert_eq!(bed.beside(), Vec::<String>::new());
+    let written = sectors_written(&bed.disk(), bed.format());
+    assert!(written >= last, "{written} of {last}");
+    bed.check_image();
+    // It can be repeated, and the checkpoint is given up.
+    limosa(["protect", "merge", text(&kept)]).success();
+    bed.failover().limosa.wait().one_line(&["its protection has ended"]);
 }
 
 #[test]
@@ -221,10 +261,14 @@ fn kill_some(seed: u64) {
         let refused = failover.limosa.wait();
         assert!(refused.stderr.contains("its protection has ended"), "{}", refused.stderr);
         // Then the image has all that the VM has written, with the overlays that were not merged yet.
-        if let Some(top) = bed.overlays().last() {
-            assert!(refused.stderr.contains(top), "{}", refused.stderr);
-            let (disk, top) = (bed.disk(), bed.scene.path(top));
-            limosa(["img", "commit", "-q", "-b", text(&disk), text(&top)]).success();
+        let (disk, cut) = (bed.disk(), limosa(["protect", "merge", text(&kept)]));
+        if cut.status.success() {
+            assert_eq!(bed.beside(), Vec::<String>::new(), "{}", cut.stderr);
+        } else {
+            // In the moment in which the VM may have begun to write to the image.
+            let top = bed.overlays().pop().unwrap();
+            assert!(refused.stderr.contains(&top) && cut.stderr.contains("may be merged already"), "{}", cut.stderr);
+            limosa(["img", "commit", "-q", "-b", text(&disk), text(&bed.scene.path(&top))]).success();
         }
         let written = sectors_written(&bed.disk(), bed.format());
         assert!(written >= last, "{written} of {last}");

@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, Instant};
 
 use limosa_testkit::{NbdClient, qemu_img_output, qemu_io};
+use serde_json::json;
 
 use crate::bed::{Bed, JOURNALS, ctl, nbdinfo};
 use crate::needs_qemu;
@@ -48,6 +49,26 @@ fn an_image_that_is_served_is_locked_as_qemu_locks_it() {
         .one_line(&["disk: this server serves it", "this process has it open"]);
     assert!(begun.elapsed() < Duration::from_secs(4));
     bed.refused(&["--shared", "disk", "--nbd", "unix:x"]).misused(&["--read-only"]);
+}
+
+#[test]
+fn an_image_whose_last_writes_are_in_overlays_is_not_served() {
+    needs_qemu!();
+    let bed = Bed::new();
+    for name in ["disk", "other"] {
+        bed.qemu_img(&["create", "-q", "-f", "qcow2", &format!("@{name}"), "1M"]);
+    }
+    let ledger = json!({ "version": 1, "overlays": "00000000-0000-0000-0000-000000000007",
+        "image": { "state": "merging", "epoch": 3 } });
+    fs::write(bed.path("disk.overlays"), ledger.to_string()).unwrap();
+    let why = ["disk: ", "are in overlays beside it", "disk.overlays", "`limosa protect failover`"];
+    for words in [&["disk"][..], &["--read-only", "disk"]] {
+        bed.refused(&[words, &["--nbd", "unix:nbd"]].concat()).one_line(&why);
+    }
+    // Nor by a server that is confined already.
+    let serving = bed.serve("nbd", &["other", "--control", "control", "--allow-dir", "."]);
+    ctl(&bed, &["add", "disk", "--name", "disk"]).one_line(&why);
+    serving.stop();
 }
 
 #[test]

@@ -136,6 +136,18 @@ impl Monitor {
     /// # Errors
     /// QEMU's, if it does not begin; the connection's.
     pub fn merge_overlay(&self, overlay: &str, base: &str, limit: Instant) -> Result<bool, QmpError> {
+        self.merge_overlay_then(overlay, base, limit, &mut || true)
+    }
+
+    /// As [`merge_overlay`](Self::merge_overlay). `may_end` is called when `base` has all of the overlay, before it
+    /// takes its place and is written to by itself; if it returns false, the overlay stays.
+    pub(crate) fn merge_overlay_then(
+        &self,
+        overlay: &str,
+        base: &str,
+        limit: Instant,
+        may_end: &mut dyn FnMut() -> bool,
+    ) -> Result<bool, QmpError> {
         let find = || Ok::<_, QmpError>(self.block_jobs()?.into_iter().find(|job| job.id == overlay));
         if find()?.is_none() {
             // Where a completed migration has left them inactive; an older QEMU has no such command, and none is needed
@@ -148,14 +160,16 @@ impl Monitor {
             let arguments = json!({ "job-id": overlay, "device": overlay, "top-node": overlay, "base-node": base });
             self.order("block-commit", arguments)?;
         }
-        let mut cancelled = None;
+        let (mut cancelled, mut ends) = (None, None);
         while let Some(job) = find()? {
             match cancelled {
-                None if Instant::now() >= limit => {
+                None if Instant::now() >= limit || ends == Some(false) => {
                     cancelled = Some(Instant::now() + CANCELLED_WITHIN);
                     self.try_order("block-job-cancel", json!({ "device": overlay, "force": true }))?;
                 }
-                None if job.ready => self.try_order("job-complete", json!({ "id": overlay }))?,
+                None if job.ready && *ends.get_or_insert_with(&mut *may_end) => {
+                    self.try_order("job-complete", json!({ "id": overlay }))?;
+                }
                 Some(end) if Instant::now() >= end => return Ok(false),
                 _ => {}
             }

@@ -17,10 +17,10 @@ use limosa_image::{Format, Policy};
 use limosa_page::error_with_causes;
 use limosa_snapshot::OverlaidDisk;
 use limosa_storage::{LockPolicy, block_on};
-use uuid::Uuid;
 
 use super::ledger::{ImageState, Ledger, Stamp};
 use super::{file, found, remove};
+use crate::conflict::{Conflict, DiskConflict};
 use crate::job::JobError;
 
 /// How long a QEMU that was ended may take to close its images.
@@ -59,7 +59,17 @@ pub(crate) fn check(disks: &[OverlaidDisk], epoch: u64) -> Result<(), JobError> 
 }
 
 fn conflict(disk: &OverlaidDisk, epoch: u64, why: &str) -> JobError {
-    JobError::other_instant(&disk.device, &disk.path, epoch, why)
+    match JobError::other_instant(&disk.device, &disk.path, epoch, why) {
+        JobError::Refused { why, .. } if is_ending(&disk.path) => {
+            JobError::conflict(why, Conflict::Disk(DiskConflict::Unmerged))
+        }
+        other => other,
+    }
+}
+
+/// Whether the last writes to an image were being merged when that was cut off.
+fn is_ending(image: &Path) -> bool {
+    Ledger::read(image).is_ok_and(|ledger| ledger.is_some_and(|ledger| ledger.image == ImageState::Ending))
 }
 
 /// Looks at a disk, without changing anything. Returns the step, and the overlays that are there.
@@ -95,6 +105,9 @@ fn plan(image: ImageState, stamp: Stamp, there: &BTreeSet<u64>, epoch: u64) -> R
             } else {
                 written()
             };
+        }
+        ImageState::Ending => {
+            return Err("its protection has ended, and what its VM wrote last is not merged".to_owned());
         }
         // What belongs to no checkpoint of its own goes with the first merge.
         ImageState::Merged { stamp: left, .. } if left != stamp => return written(),
@@ -140,27 +153,8 @@ fn bring_one(disk: &OverlaidDisk, epoch: u64) -> Result<(), String> {
     removed.map_err(|error| format!("an overlay of it cannot be removed: {error}"))
 }
 
-/// Merges all overlays of an image that has the epochs up to `merged`: the VM has ended by itself.
-pub(super) fn merge_all((image, format): (&Path, Format), overlays: Uuid, merged: u64) -> Result<(), String> {
-    let there = found(image, overlays).map_err(|error| format!("{}: {error}", image.display()))?;
-    let left = there.iter().copied().filter(|epoch| *epoch > merged);
-    let Some(top) = left.clone().next_back() else {
-        return Ledger::remove(image, overlays).map_err(|error| error.to_string());
-    };
-    let merge = || {
-        wait_closed(image, format)?;
-        Ledger::remove(image, overlays).map_err(|error| error.to_string())?;
-        left.clone().try_for_each(|epoch| merge(image, format, &file(image, overlays, epoch)))?;
-        there.iter().try_for_each(|epoch| remove(image, overlays, *epoch)).map_err(|error| error.to_string())
-    };
-    merge().map_err(|why| {
-        let (image, top) = (image.display(), file(image, overlays, top));
-        format!("{why}; `limosa img commit -b {image} {}` merges them", top.display())
-    })
-}
-
 /// Waits until no other process has an image open for writing.
-fn wait_closed(image: &Path, format: Format) -> Result<(), String> {
+pub(super) fn wait_closed(image: &Path, format: Format) -> Result<(), String> {
     let limit = Instant::now() + CLOSED_WITHIN;
     let reference = Reference::file(image).format(Some(format));
     let options = OpenOptions::default().lock(LockPolicy::Auto).policy(Policy::Follow);
@@ -174,7 +168,7 @@ fn wait_closed(image: &Path, format: Format) -> Result<(), String> {
 }
 
 /// Writes what an overlay has into the image, durably, whichever image it stands on by its own header.
-fn merge(image: &Path, format: Format, overlay: &Path) -> Result<(), String> {
+pub(super) fn merge(image: &Path, format: Format, overlay: &Path) -> Result<(), String> {
     let base = Reference::file(image).format(Some(format));
     let top = Reference::file(overlay).format(Some(Format::Qcow2)).backing(BackingOverride::Other(Box::new(base)));
     let options = OpenOptions::default().lock(LockPolicy::Auto).policy(Policy::Follow);
@@ -325,6 +319,7 @@ mod tests {
         assert!(why(ImageState::Merged { epoch: 3, stamp: now }, &[5], 5).contains("checkpoint 4 is not there"));
         assert!(why(ImageState::Merging { epoch: 3 }, &[3, 4], 2).contains("as of checkpoint 3"));
         assert!(why(ImageState::Bringing { epoch: 3 }, &[3, 4], 4).contains("as of checkpoint 3"));
+        assert!(why(ImageState::Ending, &[3, 4], 3).contains("has ended"));
         assert!(why(ImageState::Brought { epoch: 3, stamp: now }, &[], 4).contains("as of checkpoint 3"));
     }
 }

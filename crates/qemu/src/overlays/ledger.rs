@@ -1,9 +1,10 @@
 //! The ledger: a file beside an image that says which epochs of its VM it has.
 //!
 //! Law: **the ledger says so before the image is changed.** It is replaced as a whole, durably, before a merge begins,
-//! and gone before the image gets what belongs to no checkpoint.
+//! and gone before the VM writes to the image itself.
 
 use std::fs::{self, File};
+use std::io::ErrorKind::{InvalidFilename, NotADirectory, NotFound};
 use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -39,6 +40,9 @@ pub(super) enum ImageState {
     Merging { epoch: u64 },
     /// Those before, and a part of those up to this one, to which a failover brings it.
     Bringing { epoch: u64 },
+    /// A part of all: the protection is over, and everything that the VM has written is being merged. No checkpoint is
+    /// as of it any more.
+    Ending,
     /// Those up to this one, to which a failover has brought it.
     Brought { epoch: u64, stamp: Stamp },
 }
@@ -82,7 +86,8 @@ impl Ledger {
     pub(super) fn read(image: &Path) -> io::Result<Option<Self>> {
         let path = Self::path(image);
         match path.symlink_metadata() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // With its suffix a name may be longer than one can be.
+            Err(error) if [NotFound, NotADirectory, InvalidFilename].contains(&error.kind()) => return Ok(None),
             Err(error) => return Err(error),
             // A pipe would be waited for.
             Ok(found) if !found.is_file() => return Err(io::Error::other("it is no regular file")),
@@ -133,6 +138,7 @@ mod tests {
             ImageState::Merged { epoch: 0, stamp },
             ImageState::Merging { epoch: 1 },
             ImageState::Bringing { epoch: 2 },
+            ImageState::Ending,
             ImageState::Brought { epoch: 2, stamp },
         ] {
             let ledger = Ledger::new(Uuid::from_u128(3), state);

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use limosa_image::Format;
 use limosa_image::qcow2::{self, CreateOptions};
 use limosa_page::error_with_causes;
 use limosa_snapshot::OverlaidDisk;
@@ -12,7 +11,7 @@ use parking_lot::Mutex;
 use uuid::Uuid;
 
 use super::ledger::{ImageState, Ledger, Stamp};
-use super::{bring, file, job_of, remove};
+use super::{file, job_of, merge, remove};
 use crate::conflict::{Conflict, DiskConflict};
 use crate::file_identity::FileId;
 use crate::job::JobError;
@@ -275,16 +274,9 @@ impl EpochOverlays {
     /// written is all that there is.
     ///
     /// # Errors
-    /// Those of the first disk that failed; all are tried.
+    /// As of [`merge_overlays`](merge::merge_overlays).
     pub fn end(&self) -> Result<(), JobError> {
-        let merged = self.progress.lock().merged;
-        let end = |disk: &EpochDisk| {
-            bring::merge_all((&disk.image, disk.format()), self.overlays, merged).map_err(|why| {
-                let image = disk.image.display();
-                JobError::refused(format!("the last writes to the disk {} are not in {image}: {why}", disk.device))
-            })
-        };
-        self.disks.iter().map(end).fold(Ok(()), Result::and)
+        merge::merge_each(&self.in_manifest(), merge::Writers::None)
     }
 
     /// Notes that the images have the epochs up to this one, and nothing else.
@@ -315,11 +307,14 @@ fn check_ended(device: &str, image: &Path) -> Result<(), JobError> {
     let ledger = Ledger::read(image).map_err(place("read", &Ledger::path(image)))?;
     match ledger.map(|ledger| ledger.image) {
         None | Some(ImageState::Brought { .. }) => Ok(()),
-        Some(_) => Err(JobError::refused(format!(
-            "an earlier protection of the disk {device} was not ended, and {} belongs to it: fail over to its checkpoint, \
-             or merge the overlays beside it and remove it",
-            Ledger::path(image).display()
-        ))),
+        Some(_) => Err(JobError::conflict(
+            format!(
+                "an earlier protection of the disk {device} was not ended, and {} belongs to it: fail over to its \
+                 checkpoint, or merge its overlays",
+                Ledger::path(image).display()
+            ),
+            Conflict::Disk(DiskConflict::Unmerged),
+        )),
     }
 }
 
@@ -332,10 +327,6 @@ impl EpochDisk {
             image: self.image.to_string_lossy().into_owned(),
             nodes: self.nodes.clone(),
         }
-    }
-
-    fn format(&self) -> Format {
-        if self.format == "qcow2" { Format::Qcow2 } else { Format::Raw }
     }
 
     fn node(&self, epoch: u64) -> String {

@@ -27,21 +27,41 @@
 mod bring;
 mod ledger;
 mod live;
+mod merge;
 mod undo;
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
 
 use crate::job_record::{OVERLAY_SUFFIX, overlay_digits};
 
+use ledger::{ImageState, Ledger};
+
 pub use bring::bring as bring_overlays;
 pub(crate) use bring::check as check_overlays;
 pub use live::EpochOverlays;
+pub use merge::merge_overlays;
 pub(crate) use undo::undo as undo_chain;
 
 /// Most overlays of one protection beside an image that are looked for: a folder may hold any files.
 const FOUND_MAX: usize = 64;
+
+/// Returns the file beside an image that says that its VM is, or was, protected with overlays, in which the last writes
+/// are: the image alone is its disk at no instant. `None`: there is no such file, or a failover has brought the image to
+/// its checkpoint.
+///
+/// # Errors
+/// The file cannot be read, or is none that this limosa knows.
+pub fn find_overlay_ledger(image: &Path) -> io::Result<Option<PathBuf>> {
+    let ledger = Ledger::read(image);
+    let path = Ledger::path(image);
+    match ledger.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))? {
+        None | Some(Ledger { image: ImageState::Brought { .. }, .. }) => Ok(None),
+        Some(_) => Ok(Some(path)),
+    }
+}
 
 /// The file of the overlay of an epoch.
 fn file(image: &Path, overlays: Uuid, epoch: u64) -> PathBuf {
@@ -59,7 +79,7 @@ fn job_of(nodes: &str) -> String {
 ///
 /// # Errors
 /// The folder cannot be read, or has too many of them.
-fn found(image: &Path, overlays: Uuid) -> std::io::Result<Vec<u64>> {
+fn found(image: &Path, overlays: Uuid) -> io::Result<Vec<u64>> {
     let folder = image.parent().unwrap_or(Path::new("/"));
     let first = file(image, overlays, 0);
     // Without the number.
@@ -72,7 +92,7 @@ fn found(image: &Path, overlays: Uuid) -> std::io::Result<Vec<u64>> {
         let digits = name.to_str().and_then(|name| name.strip_prefix(prefix));
         epochs.extend(digits.and_then(|digits| digits.parse::<u64>().ok()));
         if epochs.len() > FOUND_MAX {
-            return Err(std::io::Error::other("more overlays are beside it than one protection has"));
+            return Err(io::Error::other("more overlays are beside it than one protection has"));
         }
     }
     epochs.sort_unstable();
@@ -80,16 +100,42 @@ fn found(image: &Path, overlays: Uuid) -> std::io::Result<Vec<u64>> {
 }
 
 /// Removes the overlay of an epoch, if it is there.
-fn remove(image: &Path, overlays: Uuid, epoch: u64) -> std::io::Result<()> {
+fn remove(image: &Path, overlays: Uuid, epoch: u64) -> io::Result<()> {
     match std::fs::remove_file(file(image, overlays, epoch)) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::ledger::Stamp;
     use super::*;
+
+    #[test]
+    fn an_image_has_no_ledger_when_a_failover_has_brought_it_to_its_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("d");
+        std::fs::write(&image, "").unwrap();
+        assert_eq!(find_overlay_ledger(&image).unwrap(), None);
+        let stamp = Stamp::of(&image).unwrap();
+        for (state, is_found) in [
+            (ImageState::Merged { epoch: 0, stamp }, true),
+            (ImageState::Merging { epoch: 1 }, true),
+            (ImageState::Bringing { epoch: 1 }, true),
+            (ImageState::Ending, true),
+            (ImageState::Brought { epoch: 1, stamp }, false),
+        ] {
+            Ledger::new(Uuid::nil(), state).write(&image).unwrap();
+            let found = is_found.then(|| folder.path().join("d.overlays"));
+            assert_eq!(find_overlay_ledger(&image).unwrap(), found, "{state:?}");
+        }
+        for none in ["d/file", &"x".repeat(250)] {
+            assert_eq!(find_overlay_ledger(&folder.path().join(none)).unwrap(), None);
+        }
+        std::fs::write(folder.path().join("d.overlays"), "no ledger").unwrap();
+        assert!(find_overlay_ledger(&image).unwrap_err().to_string().contains("d.overlays"));
+    }
 
     #[test]
     fn only_the_overlays_of_the_protection_are_found_and_removed() {

@@ -1,15 +1,18 @@
 //! The overlays of a protection that is over, while its QEMU runs: all are merged into the image, which takes the place
 //! of the uppermost one.
 //!
-//! Law: **the ledger goes first.** What is merged then belongs to no checkpoint, so the image is no disk of one any
-//! more.
+//! Laws: **the ledger says first that the image is the disk of no checkpoint any more**, as what is merged then belongs
+//! to none; and **it is gone before the VM writes to the image itself.** So whoever finds it may merge the overlays once
+//! more, when QEMU was killed meanwhile.
 
+use std::io;
 use std::path::Path;
 use std::time::Instant;
 
+use limosa_page::error_with_causes;
 use uuid::Uuid;
 
-use super::ledger::Ledger;
+use super::ledger::{ImageState, Ledger};
 use super::{file, found, job_of, remove};
 use crate::job_record::OverlayChain;
 use crate::monitor::Monitor;
@@ -45,10 +48,21 @@ pub(crate) fn undo(
             Err(in_use) if in_use.is_refusal() => {}
             Err(other) => return Err(other),
         }
-        if let Err(error) = Ledger::remove(image, overlays) {
-            return left(format!("{} cannot be removed ({error})", Ledger::path(image).display()), epoch);
+        let cannot = |what: &str, error: io::Error| {
+            format!("{} cannot be {what} ({})", Ledger::path(image).display(), error_with_causes(&error))
+        };
+        if let Err(error) = note_ending(image, overlays) {
+            return left(cannot("written", error), epoch);
         }
-        let why = match monitor.merge_overlay(&node, base, limit) {
+        let mut unremoved = None;
+        let mut may_end = || {
+            unremoved = Ledger::remove(image, overlays).err();
+            unremoved.is_none()
+        };
+        let merged = monitor.merge_overlay_then(&node, base, limit, &mut may_end);
+        let may_have_ended = matches!(merged, Ok(true));
+        let why = match merged {
+            Ok(_) if unremoved.is_some() => unremoved.map(|error| cannot("removed", error)).unwrap_or_default(),
             Ok(true) => "merging them failed (QEMU's log says why)".to_owned(),
             Ok(false) => "merging them took too long".to_owned(),
             Err(error) if error.is_refusal() => error.to_string(),
@@ -57,7 +71,13 @@ pub(crate) fn undo(
         // The graph says whether the image is in its place again.
         match monitor.remove_node(&node) {
             Ok(_) => {}
-            Err(error) if error.is_refusal() => return left(why, epoch),
+            Err(error) if error.is_refusal() => {
+                // The overlay still covers what it has brought to the image, unless the VM may write to that.
+                if !may_have_ended && let Err(error) = note_ending(image, overlays) {
+                    tracing::warn!("{}", cannot("written", error));
+                }
+                return left(why, epoch);
+            }
             Err(other) => return Err(other),
         }
     }
@@ -67,6 +87,11 @@ pub(crate) fn undo(
         files.into_iter().try_for_each(|epoch| remove(image, overlays, epoch))
     });
     Ok(removed.err().map(|error| format!("cannot remove the overlays beside {name}, which hold nothing more: {error}")))
+}
+
+/// Notes that all overlays are being merged.
+fn note_ending(image: &Path, overlays: Uuid) -> io::Result<()> {
+    Ledger::new(overlays, ImageState::Ending).write(image)
 }
 
 /// The epochs whose overlays QEMU has opened, in order.

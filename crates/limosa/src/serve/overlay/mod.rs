@@ -25,7 +25,7 @@ use limosa_image::{Format, Guess, GuestOffset, guess};
 use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on};
 use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
-use super::beside::beside;
+use super::beside::{beside, refuse_incomplete};
 use super::wanted::Wanted;
 use crate::img::open::named;
 pub(super) use continued::follow;
@@ -194,6 +194,7 @@ fn check_commit(export: &Export, wanted: &Wanted, overlay: &Path) -> anyhow::Res
     let is_file = std::fs::symlink_metadata(overlay).is_ok_and(|found| found.is_file());
     anyhow::ensure!(is_file, "{}: only a file that is no link can be committed and removed", overlay.display());
     let below_path = file.reference.path().context("the image below is in no file")?;
+    refuse_incomplete(&Reference::file(below_path))?;
     for path in [overlay, below_path] {
         File::options().read(true).write(true).open(path).with_context(|| path.display().to_string())?;
     }
