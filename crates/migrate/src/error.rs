@@ -46,6 +46,16 @@ pub enum MigrateError {
     #[error("the migration stream is not valid")]
     Stream(#[from] StreamError),
 
+    /// The primary gave a checkpoint up behind its pages, and says why in a
+    /// [note](limosa_stream::colo::ColoMessage::Note).
+    #[error("the primary gave a checkpoint up")]
+    CheckpointAbandoned {
+        /// The kind of the note.
+        kind: u8,
+        /// Its number.
+        value: u64,
+    },
+
     /// The pages of a channel could not be compressed.
     #[error("cannot compress pages")]
     Compress(#[source] io::Error),

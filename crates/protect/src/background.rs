@@ -8,8 +8,11 @@
 //! be sealed at the instant itself. A seal before it is safe: all that it lets out was sent before the instant, and is
 //! known to the survivor. What the VM sends between the two waits for the next checkpoint; a failover to this one loses
 //! it, as networks do.
+//!
+//! The checkpoints are kept here, or sent to a keeper elsewhere.
 
 use std::io::IoSlice;
+use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,7 +28,8 @@ use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
 use crate::error::ProtectError;
 use crate::guard::{Seen, note_end};
 use crate::keeper::{accept, is_cut};
-use crate::primary::{LOOK_EVERY, LocalVm};
+use crate::primary::{LOOK_EVERY, LocalVm, TELL_EVERY, Tell, is_running};
+use crate::remote::{Farewell, Forward, Greeted, KeptNotes};
 use crate::report::{KeptBase, KeptCheckpoint};
 use crate::series::{CATCH_UP_PAGES, Kept};
 
@@ -71,15 +75,40 @@ impl<'a> Background<'a> {
 
     /// Makes checkpoints until something ends them.
     pub(crate) fn keep(mut self, base: CheckpointBase, manifest: Manifest) -> (Kept, Seen) {
+        self.announce();
+        let mut kept = Kept::nothing();
+        kept.end = self.run(base, manifest, &mut kept);
+        self.note_end();
+        (kept, self.seen)
+    }
+
+    /// Makes checkpoints for a keeper elsewhere until something ends them.
+    pub(crate) fn send(mut self, keeper: Greeted) -> (Kept, Seen) {
+        self.announce();
+        let mut kept = Kept::nothing();
+        let mut keeper = Forward::new(keeper.channel, self.vm.options.lost_after);
+        kept.end = self.run_elsewhere(&mut keeper, &mut kept);
+        self.note_end();
+        if !matches!(kept.end, Err(ProtectError::LineLost { .. })) {
+            keeper.leave(match self.seen {
+                Seen { shutdown: true, .. } => Farewell::VmEnded,
+                Seen { gone: true, .. } => Farewell::VmLost,
+                _ => Farewell::Unprotected,
+            });
+        }
+        (kept, self.seen)
+    }
+
+    fn announce(&self) {
         let every = self.vm.options.every.longest().as_secs_f64();
         (self.vm.notice)(&format!(
             "checkpoints are background snapshots, one every {every} s: each has all of the VM as it was when it began"
         ));
-        let mut kept = Kept::nothing();
-        kept.end = self.run(base, manifest, &mut kept);
+    }
+
+    fn note_end(&mut self) {
         self.note_events();
         self.seen.asked = self.vm.handle.control.stop_requested().is_some();
-        (kept, self.seen)
     }
 
     fn run(&mut self, mut base: CheckpointBase, mut manifest: Manifest, kept: &mut Kept) -> Result<(), ProtectError> {
@@ -101,6 +130,52 @@ impl<'a> Background<'a> {
         }
     }
 
+    fn run_elsewhere(&mut self, keeper: &mut Forward, kept: &mut Kept) -> Result<(), ProtectError> {
+        let LocalVm { outputs, handle, .. } = self.vm;
+        outputs.seal(0).map_err(ProtectError::Gate)?;
+        let Snapshot { begun, .. } = self.forward(keeper)?;
+        keeper.request()?;
+        let notes = keeper.wait_kept(0)?;
+        let path: PathBuf = keeper.peer().into();
+        kept.newest = Some(path.clone());
+        if let Some(time) = notes.fails_over {
+            outputs.hold_when_lost(time).map_err(ProtectError::Gate)?;
+        }
+        outputs.commit(0).map_err(ProtectError::Gate)?;
+        (self.began)(&KeptBase { path, bytes: handle.progress.read().bytes, elapsed: begun.elapsed() });
+        let (mut before, mut number) = (begun, 0);
+        loop {
+            number += 1;
+            keeper.wait_reply()?;
+            let tell = |runs| keeper.tell(runs);
+            self.wait_due(before, Some(&tell))?;
+            self.vm.wait_running(Some(&tell))?;
+            outputs.seal(number).map_err(ProtectError::Gate)?;
+            let Snapshot { stream, begun, pause } = self.forward(keeper)?;
+            keeper.request()?;
+            let KeptNotes { stored, catch_up, .. } = keeper.wait_kept(number)?;
+            let commit = begun.elapsed().saturating_sub(pause);
+            let released = outputs.commit(number).map_err(ProtectError::Gate);
+            let period = Some(begun.saturating_duration_since(std::mem::replace(&mut before, begun)));
+            let (bytes, output) = (stream.stats.channel.bytes_in, outputs.counters());
+            let one = KeptCheckpoint { number, pause, commit, catch_up, period, bytes, stored, output };
+            kept.tally.add(&one);
+            (self.kept)(&one);
+            released?;
+        }
+    }
+
+    /// Has QEMU make a snapshot, and sends it to the keeper.
+    fn forward(&mut self, keeper: &mut Forward) -> Result<Snapshot, ProtectError> {
+        let snapshot = keeper.while_telling(|keeper| self.snapshot(keeper))?.and_then(|snapshot| {
+            let sections = device_sections(&snapshot.stream)?;
+            Ok((snapshot, sections))
+        });
+        let (snapshot, sections) = snapshot.map_err(|error| keeper.take_lost().unwrap_or(error))?;
+        keeper.end_snapshot(&snapshot.stream.tail, &sections)?;
+        Ok(snapshot)
+    }
+
     /// Makes one. Returns it when it counts, and whether its output was let out.
     fn checkpoint(
         &mut self,
@@ -113,7 +188,7 @@ impl<'a> Background<'a> {
             self.vm.check_stop()?;
         }
         let catch_up = catching_up.elapsed();
-        self.wait_due(*before)?;
+        self.wait_due(*before, None)?;
         self.vm.wait_running(None)?;
         let number = pair.number() + 1;
         outputs.seal(number).map_err(ProtectError::Gate)?;
@@ -150,16 +225,24 @@ impl<'a> Background<'a> {
         Ok(Snapshot { stream, begun, pause })
     }
 
-    /// Waits until the next checkpoint is due, or a gate is nearly full.
-    fn wait_due(&mut self, before: Instant) -> Result<(), ProtectError> {
+    /// Waits until the next checkpoint is due, or a gate is nearly full. A keeper elsewhere is told meanwhile that the VM
+    /// is there.
+    fn wait_due(&mut self, before: Instant, tell: Option<Tell<'_>>) -> Result<(), ProtectError> {
         let LocalVm { options, outputs, .. } = self.vm;
         // A time that does not fit has no end.
         let due = before.checked_add(options.every.longest());
+        let mut told = None::<Instant>;
         loop {
             self.vm.check_stop()?;
             self.note_events();
             if self.seen.gone || self.seen.shutdown {
                 return Err(ProtectError::Ended { reason: "with QEMU".into() });
+            }
+            if let Some(tell) = tell
+                && told.is_none_or(|told| told.elapsed() >= TELL_EVERY)
+            {
+                told = Some(Instant::now());
+                tell(is_running(&self.vm.monitor.status()?.state))?;
             }
             let look = Instant::now() + LOOK_EVERY;
             let until = due.map_or(look, |due| due.min(look));

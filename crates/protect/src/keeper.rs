@@ -75,10 +75,7 @@ impl CheckpointTarget<'_> {
     fn check(self, options: &ProtectOptions) -> Result<(), ProtectError> {
         match self {
             Self::Directory(_) => Ok(()),
-            Self::Keeper(_) if options.method == CheckpointMethod::Background => {
-                Err(ProtectError::Refused("background snapshots are kept on this host alone".into()))
-            }
-            Self::Keeper(_) if options.disks == ProtectDisks::Overlays => {
+            Self::Keeper(_) if matches!(options.disks, ProtectDisks::Overlays(_)) => {
                 let why = "overlays are files of this host, which a keeper on another host does not have";
                 Err(ProtectError::Refused(why.into()))
             }
@@ -347,8 +344,12 @@ impl Protection<'_> {
             Ok::<_, ProtectError>(channel)
         };
         let (mut kept, mut seen) = match place {
-            Place::Here(base) if options.method == CheckpointMethod::Background => {
-                Background::new(vm, &listener, (began, kept)).keep(*base, found.series())
+            place if options.method == CheckpointMethod::Background => {
+                let snapshots = Background::new(vm, &listener, (began, kept));
+                match place {
+                    Place::Here(base) => snapshots.keep(*base, found.series()),
+                    Place::There(keeper) => snapshots.send(keeper),
+                }
             }
             Place::Here(base) => {
                 let channel = connect()?;

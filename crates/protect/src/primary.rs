@@ -87,7 +87,7 @@ pub(crate) struct LocalVm<'a> {
 }
 
 /// Tells a keeper elsewhere whether the VM runs.
-type Tell<'t> = &'t dyn Fn(bool) -> Result<(), ProtectError>;
+pub(crate) type Tell<'t> = &'t dyn Fn(bool) -> Result<(), ProtectError>;
 
 impl Primary for LocalVm<'_> {
     fn arrived(&self, _setup: &StreamSetup) {}

@@ -200,7 +200,14 @@ impl Series<'_> {
             Err(error) => {
                 waiting.forget();
                 pair.abort();
-                return Err(error);
+                return match error {
+                    ProtectError::Migrate(MigrateError::CheckpointAbandoned { kind, value })
+                        if self.primary.hear(kind, value) =>
+                    {
+                        Ok(Turned::Over)
+                    }
+                    error => Err(error),
+                };
             }
         };
         // The checkpoint is whole from here on, even if QEMU or a gate ends now.

@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use limosa_testkit::{HeartbeatGuest, LinuxGuest, Machine, Program, Series, Vm, kill9, series_skipped};
 use rustix::process::Signal;
+use serde_json::json;
 
 use crate::gate::{connected, counting, survivor};
+use crate::line::Line;
 use crate::needs_qemu;
 use crate::outside::Outside;
-use crate::scene::Scene;
-use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_gone, watchdog};
+use crate::scene::{Failover, Scene};
+use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_for, wait_gone, watchdog};
 
 const BACKGROUND: [&str; 4] = ["--via", "background", "--every", "1s"];
 
@@ -125,6 +127,88 @@ fn with_a_gate_nothing_is_seen_outside_that_the_survivor_does_not_know() {
         assert!(counts.windows(2).all(|pair| pair[0] < pair[1]), "{counts:?}");
         scene.forget();
     }
+}
+
+/// Has a keeper get background snapshots of a guest, and waits for a few.
+fn protected_elsewhere(options: &[&str]) -> (Scene, Vm, Program, Program) {
+    let scene = Scene::of(|_| machine());
+    let (keeper, at) = scene.keep_for_failover("tcp:127.0.0.1:0", &[options, &["--lost-after", "1s"]].concat());
+    let vm = scene.guest();
+    let protect = scene.protect_to(&vm, &at, &[&BACKGROUND[..], &["--lost-after", "1s", "--json"]].concat());
+    scene.wait_checkpoint(2, &protect);
+    (scene, vm, protect, keeper)
+}
+
+fn wait_said(keeper: &Program, what: &str) {
+    wait_for(what, || {
+        assert!(keeper.is_running(), "limosa ended: {}", keeper.stderr());
+        keeper.stderr().contains(what).then_some(())
+    });
+}
+
+#[test]
+fn a_keeper_on_another_host_continues_a_vm_from_background_snapshots() {
+    needs_qemu!();
+    for (standby, moment) in [(&["--standby"][..], 0), (&[], 600)] {
+        let (scene, vm, protect, keeper) =
+            protected_elsewhere(&[standby, &["--when-lost", "100ms", "--fenced"]].concat());
+        vm.wait_heartbeats(1).unwrap();
+        thread::sleep(Duration::from_millis(moment));
+        let dog = watchdog(&protect).unwrap();
+        for pid in [dog, protect.pid(), vm.pid()] {
+            kill9(pid).unwrap();
+        }
+        wait_gone(vm.pid());
+        wait_said(&keeper, "the VM continues here");
+        let last = vm.last_pass().unwrap();
+        let failover = Failover::of(keeper, &scene);
+        let first = failover.wait_passes(2);
+        assert!(first <= last + 2, "pass {first} after {last}");
+        failover.check_and_end();
+    }
+}
+
+#[test]
+fn a_keeper_on_another_host_is_told_why_its_background_snapshots_end_whenever_that_is() {
+    needs_qemu!();
+    for moment in [0, 350, 800] {
+        let (scene, vm, protect, keeper) = protected_elsewhere(&["--when-lost", "100ms", "--fenced"]);
+        thread::sleep(Duration::from_millis(moment));
+        protect.signal(Signal::INT);
+        let report = protect.wait().json();
+        assert_eq!((report["end"].as_str(), report["vm_state"].as_str()), (Some("asked"), Some("running")), "{report}");
+        assert!(report["checkpoints"].as_u64() >= Some(2), "{report}");
+        assert!(report["pages"]["unchanged"].as_u64() > Some(100), "{report}");
+        wait_said(&keeper, "its protection has ended; the VM continues there");
+        assert_beats(&vm);
+        load_in_stock_qemu(&scene.machine, &scene.checkpoint(), 0);
+        keeper.signal(Signal::INT);
+        let ended = keeper.wait().success();
+        assert!(!ended.stderr.contains("continues here"), "{}", ended.stderr);
+    }
+    let (_scene, vm, protect, keeper) = protected_elsewhere(&["--when-lost", "100ms", "--fenced"]);
+    vm.execute("quit", json!({})).unwrap();
+    assert_eq!(protect.wait().json()["end"], "vm-ended");
+    wait_said(&keeper, "the VM has ended by itself");
+}
+
+#[test]
+fn a_vm_whose_keeper_was_lost_is_protected_by_background_snapshots_again() {
+    needs_qemu!();
+    let scene = Scene::of(|_| machine());
+    let (_keeper, at) = scene.keep("tcp:127.0.0.1:0", &[]);
+    let line = Line::to(&at);
+    let vm = scene.guest();
+    let protect = scene.protect_to(&vm, &line.uri(), &[&BACKGROUND[..], &["--lost-after", "1s"]].concat());
+    scene.wait_checkpoint(2, &protect);
+    line.cut();
+    wait_said(&protect, "the VM continues without protection until it is back");
+    assert_beats(&vm);
+    line.mend();
+    wait_said(&protect, "is back");
+    let _ = std::fs::remove_file(scene.checkpoint());
+    scene.wait_checkpoint(2, &protect);
+    load_in_stock_qemu(&scene.machine, &scene.checkpoint(), 0);
 }
 
 #[test]

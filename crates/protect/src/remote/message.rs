@@ -299,12 +299,12 @@ impl Note {
 
 /// A checkpoint that the keeper says to have, from its notes.
 #[derive(Debug, Default)]
-pub(super) struct KeptNotes {
-    pub(super) stored: Checkpoint,
+pub(crate) struct KeptNotes {
+    pub(crate) stored: Checkpoint,
     pub(super) commit: Duration,
-    pub(super) catch_up: Duration,
+    pub(crate) catch_up: Duration,
     /// The time within which the keeper fails over by itself.
-    pub(super) fails_over: Option<Duration>,
+    pub(crate) fails_over: Option<Duration>,
 }
 
 impl KeptNotes {
@@ -321,9 +321,9 @@ impl KeptNotes {
             Note::Length(bytes) => self.stored.length = bytes,
             Note::Commit(nanos) => self.commit = Duration::from_nanos(nanos),
             Note::CatchUp(nanos) => self.catch_up = Duration::from_nanos(nanos),
+            Note::FailsOver(millis) => self.fails_over = Some(Duration::from_millis(millis)),
             Note::Alive(_) | Note::Farewell(_) | Note::Prepared(_) => {}
         }
-            Note::FailsOver(millis) => self.fails_over = Some(Duration::from_millis(millis)),
         None
     }
 }
@@ -404,9 +404,9 @@ mod tests {
             Note::Kept(u64::MAX),
             Note::CatchUp(7),
             Note::Prepared(1 << 40),
+            Note::FailsOver(16_000),
         ] {
             let mut bytes = Vec::new();
-            Note::FailsOver(16_000),
             note.encode(&mut bytes);
             let Ok(Some((ColoMessage::Note { kind, value }, 12))) = ColoMessage::decode(&bytes, 0, 0) else {
                 panic!("{note:?}")

@@ -20,6 +20,7 @@
 mod connect;
 mod desk;
 mod failover;
+mod forward;
 mod keep;
 mod message;
 mod ownership;
@@ -29,8 +30,10 @@ mod relay;
 pub(crate) use connect::Greeted;
 pub use connect::KeeperAddress;
 pub use failover::{StandbyOptions, Survivor};
+pub(crate) use forward::Forward;
 pub use keep::{KeepEvent, KeepOptions, KeepReport, KeepRequest, keep};
 pub use message::Farewell;
+pub(crate) use message::KeptNotes;
 pub use ownership::{give_back, has_survivor, take_over};
 pub(crate) use recovery::{Recovery, Unprotected};
 pub(crate) use relay::{Relay, cut};

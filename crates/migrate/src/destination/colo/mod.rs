@@ -264,8 +264,9 @@ impl Checkpoints {
     /// `timeout` in the middle of it.
     ///
     /// # Errors
-    /// The checkpoint is cut off or malformed, nothing came in time, the sink failed, or the job was cancelled. Some of
-    /// its pages may have gone to the sink: they count for nothing.
+    /// The checkpoint is cut off or malformed, nothing came in time, the sink failed, or the job was cancelled;
+    /// [`MigrateError::CheckpointAbandoned`]: a limosa gave it up. Some of its pages may have gone to the sink: they
+    /// count for nothing.
     pub fn receive<S: PageSink + Send + ?Sized>(
         &mut self,
         sink: &mut S,
@@ -290,6 +291,7 @@ impl Checkpoints {
             }
             let sections = match this.message("the size of its device sections")? {
                 ColoMessage::VmstateSize(size) => this.device_sections(size)?,
+                ColoMessage::Note { kind, value } => return Err(MigrateError::CheckpointAbandoned { kind, value }),
                 other => return Err(this.out_of_turn("the size of its device sections", other)),
             };
             this.received = this.received.saturating_add(1);
