@@ -100,6 +100,13 @@ pub enum ProtectError {
         devices: Vec<String>,
     },
 
+    /// The VM's writable disks are not those with which its protection began.
+    #[error("the VM's disks have changed since its protection began: {what}")]
+    DisksChanged {
+        /// The first difference.
+        what: String,
+    },
+
     /// QEMU has no COLO, or one that does not work. Background snapshots may be possible.
     #[error("{0}")]
     ColoUnusable(String),

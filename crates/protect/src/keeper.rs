@@ -327,8 +327,9 @@ impl Protection<'_> {
         let (signal, pulse) = (OutputSignal::new(), Pulse::new());
         let outputs = OutputGates::new(gates, &signal);
         outputs.watch().map_err(ProtectError::Gate)?;
-        let overlays = &found.overlays;
-        let vm = LocalVm { monitor, options, handle, notice, pulse: &pulse, outputs, disks, overlays, base_pause };
+        let (overlays, writable) = (&found.overlays, &found.writable);
+        let pulse = &pulse;
+        let vm = LocalVm { monitor, options, handle, notice, pulse, outputs, disks, overlays, writable, base_pause };
         let (_directory, listener) = match &options.listen {
             None => {
                 let (directory, listener) = SocketDirectory::with_listener(monitor, "protect", &Options::default())?;

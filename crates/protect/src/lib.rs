@@ -17,6 +17,7 @@
 //! | checkpoints without COLO | `background` |
 //! | filters in QEMU, for a VM without gates | `filters` |
 //! | overlays of disks that QEMU opens itself | `overlays` |
+//! | what is noticed of disks that change | `writable` |
 //! | what refuses a VM that was failed over and may still run | `fence` |
 //! | what is counted | [`ProtectReport`], [`KeptBase`], [`KeptCheckpoint`] |
 //!
@@ -72,6 +73,7 @@ mod report;
 mod series;
 mod standby;
 mod times;
+mod writable;
 
 pub use error::ProtectError;
 pub use fence::{Uncovered, find_uncovered};

@@ -12,6 +12,7 @@ use crate::convergence::DOWNTIME_LIMIT;
 use crate::error::ProtectError;
 use crate::options::{CheckpointMethod, CheckpointTiming, ProtectDisks, ProtectOptions};
 use crate::overlays;
+use crate::writable::WritableDisks;
 
 /// How long QEMU may take to finish with an earlier migration.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
@@ -40,6 +41,8 @@ pub(crate) struct Preflight {
     pub(crate) disks: EpochDisks,
     /// The disks that belong to them by overlays.
     pub(crate) overlays: EpochOverlays,
+    /// The disks that it has.
+    pub(crate) writable: WritableDisks,
     /// Whether this QEMU needs a return path for COLO.
     pub(crate) return_path: bool,
     /// The ids and kinds of its devices.
@@ -117,8 +120,9 @@ impl Preflight {
         manifest.vm_name = monitor.vm_name()?;
         manifest.run_state = Some(RunState::Running.to_string());
         manifest.transport = Some(Transport::Socket);
-        let devices = names(devices);
-        Ok(Self { manifest, disks, overlays, return_path: version >= FIRST_WITH_RETURN_PATH, devices })
+        let (writable, devices) = (WritableDisks::find(monitor, options)?, names(devices));
+        let return_path = version >= FIRST_WITH_RETURN_PATH;
+        Ok(Self { manifest, disks, overlays, writable, return_path, devices })
     }
 
     /// Refuses a VM that has got or lost devices since: nothing would hold the output of a new network, or seal a new
@@ -292,8 +296,8 @@ mod tests {
     #[test]
     fn nothing_that_changes_the_streams_form_stays_on() {
         let (disks, overlays) = (EpochDisks::default(), EpochOverlays::default());
-        let (manifest, devices) = (Manifest::new(), BTreeSet::new());
-        let found = Preflight { manifest, disks, overlays, return_path: true, devices };
+        let (manifest, writable, devices) = (Manifest::new(), WritableDisks::default(), BTreeSet::new());
+        let found = Preflight { manifest, disks, overlays, writable, return_path: true, devices };
         let every = CheckpointTiming::Period(Duration::from_micros(10));
         let options = ProtectOptions { every, ..ProtectOptions::default() };
         let settings = found.settings(&options, false, &Settings::new());

@@ -15,6 +15,7 @@ use crate::error::ProtectError;
 use crate::guard::Pulse;
 use crate::options::ProtectOptions;
 use crate::report::KeptCheckpoint;
+use crate::writable::WritableDisks;
 
 /// How often a VM that was stopped by someone else is looked at.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -82,6 +83,8 @@ pub(crate) struct LocalVm<'a> {
     pub(crate) disks: &'a EpochDisks,
     /// Those that belong to them by overlays.
     pub(crate) overlays: &'a EpochOverlays,
+    /// The disks that it had when its protection began.
+    pub(crate) writable: &'a WritableDisks,
     /// The pause that the end of a base may take; `None` if QEMU has no limit for it.
     pub(crate) base_pause: Option<BasePause>,
 }
@@ -189,14 +192,14 @@ impl LocalVm<'_> {
         }
     }
 
-    /// Waits until the VM runs: a checkpoint would start one that was stopped. QEMU waits for its reply meanwhile, and
+    /// Waits until the VM runs, and looks whether it has the same disks: a checkpoint would start one that was stopped. QEMU waits for its reply meanwhile, and
     /// nothing else does.
     pub(crate) fn wait_running(&self, tell: Option<Tell<'_>>) -> Result<(), ProtectError> {
         let (mut noticed, mut told) = (false, None::<Instant>);
         loop {
             let state = self.monitor.status()?.state;
             if is_running(&state) {
-                return Ok(());
+                return self.writable.check(self.monitor);
             }
             if !noticed {
                 noticed = true;

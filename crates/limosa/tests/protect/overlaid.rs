@@ -199,6 +199,37 @@ fn a_merge_at_the_end_that_was_cut_off_is_completed() {
 }
 
 #[test]
+fn a_disk_that_is_resized_ends_the_protection_and_none_is_plugged_meanwhile() {
+    needs_newest_qemu!();
+    for format in [DiskFormat::Raw, DiskFormat::Qcow2] {
+        let bed = Bed::new(format);
+        let vm = start_writer(&bed.scene.machine);
+        let keeper = bed.protect(&vm);
+        bed.scene.wait_checkpoint(2, &keeper);
+        vm.execute("blockdev-add", json!({ "driver": "null-co", "node-name": "more", "size": 1 << 20 })).unwrap();
+        let plugged = vm.execute("device_add", json!({ "driver": "virtio-blk-pci", "drive": "more" })).unwrap_err();
+        assert!(plugged.to_string().contains("migrat"), "{plugged}");
+        let disks = vm.execute("query-block", json!({})).unwrap();
+        let inserted = disks.as_array().unwrap().iter().find_map(|disk| disk["inserted"]["node-name"].as_str());
+        let size = json!({ "node-name": inserted.unwrap(), "size": 32 << 20 });
+        vm.execute("block_resize", size).unwrap();
+        let ended = keeper.wait();
+        assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+        let why = "has 33554432 bytes, and had 16777216";
+        assert!(ended.stderr.contains(why) && ended.stderr.contains("protection ended"), "{}", ended.stderr);
+        vm.execute("blockdev-del", json!({ "node-name": "more" })).unwrap();
+        bed.assert_undone(&vm);
+        wait_writes(vm.serial(), 5);
+        assert_never_torn(&vm);
+        let info = limosa(["img", "info", "-U", "--output=json", "-f", bed.format(), text(&bed.disk())]).success();
+        let info: Value = serde_json::from_str(&info.stdout).unwrap();
+        assert_eq!(info["virtual-size"], 32 << 20, "{info}");
+        let refused = bed.failover().limosa.wait();
+        assert!(refused.stderr.contains("its protection has ended"), "{}", refused.stderr);
+    }
+}
+
+#[test]
 fn disks_and_periods_that_overlays_are_not_for_are_refused_by_name() {
     needs_newest_qemu!();
     let bed = Bed::new(DiskFormat::Qcow2);

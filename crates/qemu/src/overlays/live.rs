@@ -211,6 +211,16 @@ impl EpochOverlays {
         monitor.put_overlays(pairs.iter().map(|(below, node)| (below.as_str(), node.as_str())))?;
         self.progress.lock().put = epoch;
         Ok(())
+        // An overlay of the size before would cut it off.
+        let disks = monitor.disks()?;
+        for EpochDisk { device, size, .. } in &self.disks {
+            match disks.iter().find(|disk| disk.device == *device).map(|disk| disk.virtual_size) {
+                Some(now) if now != *size => {
+                    return Err(JobError::refused(format!("the disk {device} has {now} bytes, and had {size}")));
+                }
+                _ => {}
+            }
+        }
     }
 
     /// The checkpoint of an epoch counts, and no older one is needed any more: QEMU begins to merge its overlays, and
