@@ -323,7 +323,22 @@ fn of_protect(error: &ProtectError) -> Option<String> {
         }) => {
             Some("; it takes userfaultfd with write protection for all of the VM's memory (docs/operating.md)".into())
         }
+        ProtectError::Job(JobError::Refused {
+            conflict: Some(Conflict::Disk(DiskConflict::StillWritten)), ..
+        }) => Some("; if it is a file that QEMU opens itself, add --disks overlays".into()),
+        ProtectError::Job(JobError::Refused {
+            conflict: Some(Conflict::Disk(DiskConflict::NotFreezable)), ..
+        }) => Some(
+            "; if limosa serve serves it, add --disk-server SOCK; say --disks ignore if the disks are kept consistent by \
+             other means"
+                .into(),
+        ),
         ProtectError::ColoUnusable(_) => Some("; or protect it with --via background, every few seconds".into()),
+        ProtectError::WritableDisks { .. } => Some(
+            "; have them belong to its checkpoints with --disks overlays if QEMU opens them itself, or with --disk-server \
+             SOCK if limosa serve serves them; say --disks ignore if they are kept consistent by other means"
+                .into(),
+        ),
         ProtectError::Job(error) => of_job(error),
         ProtectError::Qmp(error) => of_qmp(error),
         ProtectError::Record(error) => of_record(error),
@@ -337,11 +352,6 @@ fn of_protect(error: &ProtectError) -> Option<String> {
 fn of_clone(error: &CloneError) -> Option<String> {
     Some(match error {
         CloneError::Running { .. } => "; end it with limosa clone stop, or give --force".into(),
-        ProtectError::WritableDisks { .. } => Some(
-            "; have them belong to its checkpoints with --disks overlays if QEMU opens them itself, or with --disk-server \
-             SOCK if limosa serve serves them; say --disks ignore if they are kept consistent by other means"
-                .into(),
-        ),
         CloneError::NotMappable { .. } => {
             "; make it so with limosa snapshot seal, or use --memory auto, which gives each clone a copy".into()
         }

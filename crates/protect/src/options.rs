@@ -20,8 +20,8 @@ pub enum ProtectDisks {
     /// and its disks of another.
     Served(Vec<PathBuf>),
     /// They belong to the checkpoints: files of this host that QEMU opens itself, with an overlay beside each for the
-    /// writes of every checkpoint. Takes a period of at least 1 s.
-    Overlays,
+    /// writes of every checkpoint, and disks of servers with these control sockets. Takes a period of at least 1 s.
+    Overlays(Vec<PathBuf>),
     /// They are kept consistent by other means.
     Ignore,
 }
@@ -30,8 +30,8 @@ impl ProtectDisks {
     /// The control sockets of servers of disks.
     pub(crate) fn servers(&self) -> &[PathBuf] {
         match self {
-            Self::Served(servers) => servers,
-            Self::Overlays | Self::Ignore => &[],
+            Self::Served(servers) | Self::Overlays(servers) => servers,
+            Self::Ignore => &[],
         }
     }
 }

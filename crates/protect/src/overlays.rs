@@ -20,7 +20,7 @@ const NOTICED_AFTER: Duration = Duration::from_secs(1);
 
 /// Refuses options with which disks cannot have overlays.
 pub(crate) fn check(options: &ProtectOptions) -> Result<(), ProtectError> {
-    if options.disks != ProtectDisks::Overlays {
+    if !matches!(options.disks, ProtectDisks::Overlays(_)) {
         return Ok(());
     }
     let refused = |why: String| Err(ProtectError::Refused(why));
@@ -63,7 +63,8 @@ mod tests {
     fn overlays_have_periods_of_seconds_and_checkpoints_by_colo() {
         let second = Duration::from_secs(1);
         let with = |every, method| {
-            check(&ProtectOptions { every, method, disks: ProtectDisks::Overlays, ..ProtectOptions::default() })
+            let disks = ProtectDisks::Overlays(Vec::new());
+            check(&ProtectOptions { every, method, disks, ..ProtectOptions::default() })
         };
         assert!(with(CheckpointTiming::Period(second), CheckpointMethod::Colo).is_ok());
         assert!(with(CheckpointTiming::Period(second), CheckpointMethod::Background).is_err());

@@ -92,10 +92,13 @@ impl Preflight {
                 return refused("disks cannot be sealed at the instant of a background snapshot".into());
             }
             ProtectDisks::Served(servers) => EpochDisks::find(monitor, servers, manifest.id)?,
-            ProtectDisks::Overlays | ProtectDisks::Ignore => EpochDisks::default(),
+            ProtectDisks::Overlays(servers) if !servers.is_empty() => {
+                EpochDisks::find_beside_files(monitor, servers, manifest.id)?
+            }
+            ProtectDisks::Overlays(_) | ProtectDisks::Ignore => EpochDisks::default(),
         };
         let overlays = match &options.disks {
-            ProtectDisks::Overlays => EpochOverlays::find(monitor, manifest.id)?,
+            ProtectDisks::Overlays(_) => EpochOverlays::find(monitor, manifest.id, &disks)?,
             ProtectDisks::Served(_) | ProtectDisks::Ignore => EpochOverlays::default(),
         };
         manifest.overlaid_disks = overlays.in_manifest();

@@ -165,7 +165,7 @@ pub(crate) struct KeepArgs {
     pub(crate) disk_server: Vec<PathBuf>,
 
     /// How to treat other writable disks
-    #[arg(long, value_enum, default_value_t = ProtectDisksArg::Refuse, conflicts_with = "disk_server")]
+    #[arg(long, value_enum, default_value_t = ProtectDisksArg::Refuse)]
     pub(crate) disks: ProtectDisksArg,
 
     /// How long the VM may stand still for a checkpoint that makes no progress; it then continues without protection
@@ -239,6 +239,9 @@ pub(crate) struct GateArgs {
 impl KeepArgs {
     /// Returns the reason why the arguments contradict each other, if they do.
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
+        if self.disks == ProtectDisksArg::Ignore && !self.disk_server.is_empty() {
+            return Some("--disks ignore leaves no disks for --disk-server");
+        }
         match &self.to {
             Some(uri) if !uri.is_socket() => Some("--to needs tcp:HOST:PORT or unix:PATH"),
             Some(_) if self.durable == DurableArg::Disk && self.disk_server.is_empty() => {

@@ -10,7 +10,7 @@ use std::process::Command;
 use anyhow::{Context as _, bail};
 use limosa_protect::find_uncovered;
 use limosa_protect::gate::{GateFence, fence_gate};
-use limosa_qemu::{DroppedDisk, bring_overlays, drop_disks_after, find_unfenced_disks};
+use limosa_qemu::{DroppedDisk, bring_overlays, drop_disks_after, find_unfenced_disks, refuse_changed_disks};
 use limosa_snapshot::{Manifest, Snapshot};
 
 use super::gate::ANSWER_WITHIN;
@@ -60,6 +60,10 @@ impl Fence<'_> {
         let mut closed = self.close_gates(manifest)?;
         if let Some(servers) = self.disk_servers {
             let epoch = manifest.checkpoint.unwrap_or(0);
+            if !manifest.overlaid_disks.is_empty() {
+                // What is merged does not come back if the other disks cannot be brought to the checkpoint.
+                refuse_changed_disks(&manifest.protected_disks, epoch, servers)?;
+            }
             bring_overlays(&manifest.overlaid_disks, epoch)?;
             let dropped = drop_disks_after(&manifest.protected_disks, epoch, servers, !self.is_off)?;
             closed.extend(dropped.iter().map(server_line));

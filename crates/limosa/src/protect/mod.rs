@@ -165,7 +165,7 @@ fn options(args: &KeepArgs) -> anyhow::Result<ProtectOptions> {
     };
     options.disks = match args.disks {
         ProtectDisksArg::Refuse => ProtectDisks::Served(args.disk_server.clone()),
-        ProtectDisksArg::Overlays => ProtectDisks::Overlays,
+        ProtectDisksArg::Overlays => ProtectDisks::Overlays(args.disk_server.clone()),
         ProtectDisksArg::Ignore => ProtectDisks::Ignore,
     };
     options.gates = args.gate.iter().map(std::path::absolute).collect::<io::Result<_>>().context("--gate")?;

@@ -19,6 +19,7 @@ mod scene;
 
 mod acknowledged;
 mod background;
+mod both;
 mod disks;
 mod ends;
 mod failover;

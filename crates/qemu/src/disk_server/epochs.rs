@@ -35,6 +35,27 @@ impl EpochDisks {
     /// # Errors
     /// A disk is not served by them, or cannot have epochs; the monitor's and the servers'.
     pub fn find(monitor: &Monitor, controls: &[PathBuf], keeper: Uuid) -> Result<Self, JobError> {
+        Self::find_except(monitor, controls, keeper, false)
+    }
+
+    /// As [`find`](Self::find), without the disks in files that QEMU opens itself.
+    ///
+    /// # Errors
+    /// The same; none of the disks is served.
+    pub fn find_beside_files(monitor: &Monitor, controls: &[PathBuf], keeper: Uuid) -> Result<Self, JobError> {
+        let found = Self::find_except(monitor, controls, keeper, true)?;
+        if found.is_empty() {
+            return Err(JobError::refused("the VM has no writable disk of a server of disks".to_owned()));
+        }
+        Ok(found)
+    }
+
+    fn find_except(
+        monitor: &Monitor,
+        controls: &[PathBuf],
+        keeper: Uuid,
+        without_files: bool,
+    ) -> Result<Self, JobError> {
         let keeper = format!("limosa-protect-{keeper}");
         let conflict = |name: &str, why: &str| {
             Err(JobError::conflict(
@@ -42,7 +63,10 @@ impl EpochDisks {
                 Conflict::Disk(DiskConflict::StillWritten),
             ))
         };
-        let disks = monitor.disks()?;
+        let mut disks = monitor.disks()?;
+        if without_files {
+            disks.retain(|disk| disk.path.is_none());
+        }
         if let Some(own) = disks.iter().find(|disk| disk.path.is_some()) {
             return conflict(&own.device, "is a file of QEMU's, not of a server of disks");
         }
@@ -70,6 +94,11 @@ impl EpochDisks {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.disks.is_empty()
+    }
+
+    /// The devices of the disks.
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        self.disks.iter().map(|disk| disk.device.as_str())
     }
 
     /// Returns what has to be undone when the job ends.

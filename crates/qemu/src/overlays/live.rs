@@ -13,10 +13,11 @@ use uuid::Uuid;
 use super::ledger::{ImageState, Ledger, Stamp};
 use super::{file, job_of, merge, remove};
 use crate::conflict::{Conflict, DiskConflict};
+use crate::disk_server::EpochDisks;
 use crate::file_identity::FileId;
 use crate::job::JobError;
 use crate::job_record::{OverlayChain, overlay_digits};
-use crate::monitor::{Disk, Monitor};
+use crate::monitor::{Device, Disk, Monitor};
 use crate::save::overlay::{check, freezable, make_file, place, text};
 
 /// Digits of the protection's id in the names of nodes, which QEMU limits to 31 characters.
@@ -71,23 +72,26 @@ impl Default for EpochOverlays {
 }
 
 impl EpochOverlays {
-    /// Finds the VM's writable disks, and checks that all can have overlays. `overlays` identifies these. Nothing is
-    /// changed.
+    /// Finds the VM's writable disks, but for those of servers, and checks that all can have overlays. `overlays`
+    /// identifies these. Nothing is changed.
     ///
     /// # Errors
     /// A disk is no raw or qcow2 image in a file of this host, or has more to it than its file says; a block job works
     /// on one; an earlier protection of one was not ended; the monitor's.
-    pub fn find(monitor: &Monitor, overlays: Uuid) -> Result<Self, JobError> {
+    pub fn find(monitor: &Monitor, overlays: Uuid, served: &EpochDisks) -> Result<Self, JobError> {
         let not = |name: &str, why: &str| {
             Err(JobError::conflict(
                 format!("no overlay can be put over the disk {name}: {why}"),
                 Conflict::Disk(DiskConflict::NotFreezable),
             ))
         };
-        if let Some(device) = monitor.devices()?.iter().find(|device| device.is_external_disk()) {
+        let is_served = |name: &str| served.devices().any(|device| device == name);
+        let is_foreign = |device: &&Device| device.is_external_disk() && !is_served(&device.id);
+        if let Some(device) = monitor.devices()?.iter().find(is_foreign) {
             return not(&device.kind, "another process serves it");
         }
-        let found = monitor.disks()?;
+        let mut found = monitor.disks()?;
+        found.retain(|disk| !is_served(&disk.device));
         if !found.is_empty() {
             check(monitor)?;
         }
@@ -207,10 +211,6 @@ impl EpochOverlays {
         if (prepared, put + 1, merging) != (epoch, epoch, None) {
             return Err(JobError::refused(format!("the overlays of epoch {epoch} are not prepared")));
         }
-        let pairs: Vec<_> = self.disks.iter().map(|disk| (disk.below(epoch), disk.node(epoch))).collect();
-        monitor.put_overlays(pairs.iter().map(|(below, node)| (below.as_str(), node.as_str())))?;
-        self.progress.lock().put = epoch;
-        Ok(())
         // An overlay of the size before would cut it off.
         let disks = monitor.disks()?;
         for EpochDisk { device, size, .. } in &self.disks {
@@ -221,6 +221,10 @@ impl EpochOverlays {
                 _ => {}
             }
         }
+        let pairs: Vec<_> = self.disks.iter().map(|disk| (disk.below(epoch), disk.node(epoch))).collect();
+        monitor.put_overlays(pairs.iter().map(|(below, node)| (below.as_str(), node.as_str())))?;
+        self.progress.lock().put = epoch;
+        Ok(())
     }
 
     /// The checkpoint of an epoch counts, and no older one is needed any more: QEMU begins to merge its overlays, and
