@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
 use limosa_console::{check_stdout, print_out, quantity};
-use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Snapshot, SnapshotError, Summary};
+use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Manifest, Snapshot, SnapshotError, Summary};
 use serde_json::json;
 
 use crate::report;
@@ -73,6 +73,13 @@ fn open(path: &Path) -> anyhow::Result<Newest> {
     Ok(Newest { summary: snapshot.summary(), number, counted })
 }
 
+/// The names of the disks that belong to a checkpoint.
+fn disks(manifest: &Manifest) -> impl Iterator<Item = &str> {
+    let recorded = manifest.disks.iter().map(|disk| disk.device.as_deref().unwrap_or(&disk.node));
+    let served = manifest.protected_disks.iter().map(|disk| disk.device.as_str());
+    recorded.chain(served).chain(manifest.overlaid_disks.iter().map(|disk| disk.device.as_str()))
+}
+
 fn is_missing(error: &anyhow::Error) -> bool {
     let is_missing = |cause: &(dyn std::error::Error + 'static)| match cause.downcast_ref() {
         Some(SnapshotError::Io { source, .. }) => source.kind() == io::ErrorKind::NotFound,
@@ -109,7 +116,6 @@ fn show(directory: &Path, newest: &Newest, is_kept: bool, age: Duration) {
     let stored: u64 = summary.blocks.iter().map(|block| block.stored).sum();
     let stored = quantity::bytes(stored.saturating_mul(limosa_page::PAGE_SIZE));
     print_out!("memory        {}, {stored} of it not zero", quantity::bytes(used));
-    let disks = summary.manifest.iter().flat_map(|manifest| &manifest.disks);
-    let names: Vec<&str> = disks.map(|disk| disk.device.as_deref().unwrap_or(&disk.node)).collect();
+    let names: Vec<&str> = summary.manifest.iter().flat_map(disks).collect();
     print_out!("disks         {}", if names.is_empty() { "none in it".to_owned() } else { names.join(", ") });
 }

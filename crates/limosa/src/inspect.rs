@@ -145,6 +145,9 @@ fn show(Shown { summary, working_set, mapped_by }: &Shown) {
         print_out!("stream uuid   {uuid}");
     }
     print_out!("run state     {}", summary.run_state.as_deref().unwrap_or("not recorded"));
+    if let Some(number) = summary.manifest.as_ref().and_then(|manifest| manifest.checkpoint) {
+        print_out!("checkpoint    {number}");
+    }
     if let Some(image) = &summary.libvirt {
         show_save_image(image);
     }

@@ -1,7 +1,7 @@
 //! A protection from its first command to its end.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use limosa_channel::{Channel, Listener, Options};
 use limosa_migrate::control::Stop;
 use limosa_migrate::output::{OutputGate, OutputGates, OutputSignal};
 use limosa_migrate::{Handle, MigrateError};
-use limosa_qemu::monitor::{MigrationStatus, Monitor};
+use limosa_qemu::monitor::{MigrationStatus, Monitor, Settings};
 use limosa_qemu::takeover::{Actor, Outcome, take_over};
 use limosa_qemu::{
     EpochDisks, Heartbeat, JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, Watchdog,
@@ -17,6 +17,7 @@ use limosa_qemu::{
 };
 use limosa_snapshot::{CheckpointBase, CheckpointDirectory};
 use serde_json::Value;
+use uuid::Uuid;
 
 use crate::background::Background;
 use crate::convergence::{BasePause, DOWNTIME_LIMIT};
@@ -26,7 +27,7 @@ use crate::guard::{Guard, Pulse, Seen};
 use crate::options::{CheckpointMethod, ProtectDisks, ProtectOptions};
 use crate::preflight::Preflight;
 use crate::primary::LocalVm;
-use crate::remote::{Greeted, KeeperAddress, Recovery, Relay, Unprotected, cut};
+use crate::remote::{Greeted, KeeperAddress, Recovery, Relay, Unprotected, cut, refuse_other_vm};
 use crate::report::{KeptBase, KeptCheckpoint, ProtectEnd, ProtectReport};
 use crate::series::{Incoming, Kept, Series, Silence};
 
@@ -83,11 +84,12 @@ impl CheckpointTarget<'_> {
         }
     }
 
-    /// Its name, for the record of the job.
-    fn name(self) -> PathBuf {
+    /// The record of a job that has its checkpoints there.
+    fn record(self, id: Uuid, undo: Settings) -> JobRecord {
+        let record = |path| JobRecord::new(JobKind::Protect, id, path, true, undo);
         match self {
-            Self::Directory(path) => path.to_owned(),
-            Self::Keeper(keeper) => keeper.uri.to_string().into(),
+            Self::Directory(path) => record(path),
+            Self::Keeper(keeper) => record(Path::new("")).at_address(&keeper.uri.to_string()),
         }
     }
 }
@@ -132,7 +134,7 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
             let _ = watchdog.add_disk_server(server);
         }
     }
-    let record = JobRecord::new(JobKind::Protect, vm.manifest.id, &to.name(), true, change.undo.clone());
+    let record = to.record(vm.manifest.id, change.undo.clone());
     let filter_ids = filters.as_ref().map(FilteredOutput::ids).unwrap_or_default();
     let record = record.with_epochs(vm.disks.records()).with_chains(vm.overlays.records());
     let mut record = record.with_filters(filter_ids);
@@ -234,7 +236,9 @@ impl Place {
     fn open(target: CheckpointTarget<'_>, options: &ProtectOptions, found: &Preflight) -> Result<Self, ProtectError> {
         Ok(match target {
             CheckpointTarget::Directory(path) => {
-                Self::Here(Box::new(CheckpointDirectory::open(path)?.receive_base(options.store)?))
+                let directory = CheckpointDirectory::open(path)?;
+                refuse_other_vm(path, &found.manifest).map_err(ProtectError::Refused)?;
+                Self::Here(Box::new(directory.receive_base(options.store)?))
             }
             CheckpointTarget::Keeper(keeper) => Self::There(keeper.greet(&found.series(), options.lost_after)?),
         })

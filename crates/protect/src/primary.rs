@@ -201,7 +201,8 @@ impl LocalVm<'_> {
             if is_running(&state) {
                 return self.writable.check(self.monitor);
             }
-            if !noticed {
+            // After a checkpoint QEMU needs a moment to continue it.
+            if !noticed && state != RunState::Colo {
                 noticed = true;
                 (self.notice)(&format!("the VM is stopped ({state}); the next checkpoint waits until it continues"));
             }

@@ -261,6 +261,13 @@ impl JobRecord {
         }
     }
 
+    /// Names the address at which checkpoints are kept, which have no path here.
+    #[must_use]
+    pub fn at_address(mut self, address: &str) -> Self {
+        address.clone_into(&mut self.path);
+        self
+    }
+
     /// Adds overlays: QEMU's own, and those of served disks.
     #[must_use]
     pub fn with_overlays(mut self, own: Vec<Overlay>, served: Vec<ServedOverlay>) -> Self {

@@ -65,7 +65,7 @@ pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         watch: handles.watch(),
         event: &|event| match event {
             KeepEvent::Listening => say!("limosa: listening on {}", listener.local_uri()),
-            other => tell_event(other),
+            other => tell_event(other, args),
         },
     })?;
     tell(&report);
@@ -131,7 +131,7 @@ fn outlive(survivor: Survivor, args: &KeeperArgs) -> anyhow::Result<ExitStatus> 
     }
 }
 
-fn tell_event(event: &KeepEvent<'_>) {
+fn tell_event(event: &KeepEvent<'_>, args: &KeeperArgs) {
     match event {
         KeepEvent::Connected { peer } => say!("limosa: {peer} sends its VM"),
         KeepEvent::Ended { newest: None, error, .. } => {
@@ -148,9 +148,22 @@ fn tell_event(event: &KeepEvent<'_>) {
                 (_, Some(error)) => format!("the VM may be lost: {}", error_line(*error)),
                 (_, None) => "the VM may be lost: its host closed the connection without a word".to_owned(),
             };
-            say!("limosa: checkpoint {newest} is the last one: {why}");
+            let is_lost = matches!(farewell, None | Some(Farewell::VmLost));
+            let next = if is_lost { after_loss(args) } else { String::new() };
+            say!("limosa: checkpoint {newest} is the last one: {why}{next}");
         }
         _ => {}
+    }
+}
+
+/// What becomes of a VM that is lost.
+fn after_loss(args: &KeeperArgs) -> String {
+    match args.when_lost {
+        _ if args.command.is_empty() => {
+            format!("; limosa protect failover {} continues it", args.directory.display())
+        }
+        Some(time) => format!("; it continues here when it has been lost for {}", quantity::time(time)),
+        None => format!("; kill -USR1 {} has it continue here", std::process::id()),
     }
 }
 

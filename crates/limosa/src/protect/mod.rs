@@ -20,8 +20,8 @@ use limosa_control::JobKind;
 use limosa_migrate::output::{OutputCounters, OutputGate};
 use limosa_protect::gate::GateKeeper;
 use limosa_protect::{
-    CheckpointMethod, CheckpointTarget, KeeperAddress, OnLoss, Percentiles, ProtectDisks, ProtectEnd, ProtectOptions,
-    ProtectReport, ProtectRequest, protect,
+    CheckpointMethod, CheckpointTarget, KeeperAddress, OnLoss, Percentiles, ProtectDisks, ProtectEnd, ProtectError,
+    ProtectOptions, ProtectReport, ProtectRequest, protect,
 };
 use limosa_qemu::Watchdog;
 use limosa_qemu::monitor::Monitor;
@@ -120,6 +120,9 @@ fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
                 format!("protection ended; checkpoint {} in {}", report.checkpoints, report.newest.display());
             if report.stands_still {
                 kept.push_str("; the VM stands still (limosa resume continues it)");
+            } else if let (Some(directory), ProtectError::QemuEnded) = (&args.directory, &error) {
+                let directory = directory.display();
+                kept.push_str(&format!(" (limosa protect failover {directory} -- QEMU... continues the VM from it)"));
             }
             Err(anyhow::Error::from(error).context(kept))
         }

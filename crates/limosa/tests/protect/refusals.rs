@@ -3,8 +3,8 @@
 use limosa_testkit::{Disk, DiskFormat, Machine};
 use rustix::process::Signal;
 
-use crate::scene::{Scene, text};
-use crate::stage::{Found, limosa, names, small};
+use crate::scene::{Scene, machine, text};
+use crate::stage::{Found, assert_beats, limosa, names, small};
 use crate::{needs_newest_qemu, needs_qemu};
 
 #[test]
@@ -48,6 +48,29 @@ fn two_keepers_of_one_vm_or_one_directory_are_refused() {
     ended.one_line(&[text(&scene.kept())]);
     keeper.signal(Signal::INT);
     keeper.wait().success();
+}
+
+#[test]
+fn a_checkpoint_of_another_vm_is_not_replaced() {
+    needs_newest_qemu!();
+    let named = |name: &str| Scene::of(|_| machine().argument("-name").argument(name));
+    let (one, other) = (named("one"), named("other"));
+    let vm = one.guest();
+    let keeper = one.protect(&vm, &[]);
+    one.wait_checkpoint(1, &keeper);
+    keeper.signal(Signal::INT);
+    keeper.wait().success();
+    let kept = one.kept();
+    let (newest, another) = (one.newest(), other.guest());
+    let socket = another.qmp_socket();
+    let refused = limosa(["protect", "--qmp", text(&socket), text(&kept)]);
+    refused.one_line(&["checkpoint.limosa is of another VM (one)"]);
+    let (far, at) = one.keep("tcp:127.0.0.1:0", &[]);
+    limosa(["protect", "--qmp", text(&socket), "--to", &at]).one_line(&["refuses", "is of another VM (one)"]);
+    assert_eq!(one.newest(), newest);
+    assert_beats(&another);
+    far.signal(Signal::INT);
+    far.wait().success();
 }
 
 #[test]

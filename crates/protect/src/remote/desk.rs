@@ -65,7 +65,7 @@ impl VmName {
     }
 
     /// Whether nothing tells the two apart.
-    fn may_be(&self, other: &Self) -> bool {
+    pub(super) fn may_be(&self, other: &Self) -> bool {
         fn differ<T: PartialEq>(one: Option<&T>, other: Option<&T>) -> bool {
             one.zip(other).is_some_and(|(one, other)| one != other)
         }
@@ -247,6 +247,13 @@ impl<'k> Desk<'k> {
         }
     }
 
+    fn welcome(&self, manifest: &Manifest) -> Answer {
+        match ownership::refuse_other_vm(self.directory, manifest) {
+            Ok(()) => Answer::Welcome(self.directory.display().to_string()),
+            Err(why) => Answer::Refused(why),
+        }
+    }
+
     fn answer(&self, state: &State, protection: Option<Uuid>, manifest: &Manifest) -> Answer {
         match protection.map(|protection| ownership::is_taken_over(self.directory, protection)) {
             Some(Ok(true)) => return Answer::TakenOver("the VM continues from its checkpoints there".into()),
@@ -261,10 +268,8 @@ impl<'k> Desk<'k> {
             _ if !self.takes_disks && !manifest.protected_disks.is_empty() => {
                 Answer::Refused("it has to continue the VM, and knows no server of its disks".into())
             }
-            Admission::Anybody => Answer::Welcome(self.directory.display().to_string()),
-            Admission::Only(lost) if is_named(lost) && lost.may_be(&VmName::of(manifest)) => {
-                Answer::Welcome(self.directory.display().to_string())
-            }
+            Admission::Anybody => self.welcome(manifest),
+            Admission::Only(lost) if is_named(lost) && lost.may_be(&VmName::of(manifest)) => self.welcome(manifest),
             Admission::Only(_) => Answer::Busy("it waits for another VM that may be lost".into()),
             Admission::Nobody(why) => Answer::Busy((*why).into()),
         }

@@ -34,6 +34,7 @@ pub(crate) use forward::Forward;
 pub use keep::{KeepEvent, KeepOptions, KeepReport, KeepRequest, keep};
 pub use message::Farewell;
 pub(crate) use message::KeptNotes;
+pub(crate) use ownership::refuse_other_vm;
 pub use ownership::{give_back, has_survivor, take_over};
 pub(crate) use recovery::{Recovery, Unprotected};
 pub(crate) use relay::{Relay, cut};

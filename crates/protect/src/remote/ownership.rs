@@ -11,10 +11,11 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::Path;
 
-use limosa_snapshot::{CHECKPOINT_NAME, Snapshot};
+use limosa_snapshot::{CHECKPOINT_NAME, Manifest, Snapshot};
 use limosa_storage::replace_file;
 use uuid::Uuid;
 
+use super::desk::VmName;
 use crate::error::ProtectError;
 
 /// The file with the protections that were failed over, the newest last.
@@ -32,6 +33,20 @@ const READ_MAX: u64 = 16 << 10;
 /// The file cannot be read.
 pub(super) fn is_taken_over(directory: &Path, protection: Uuid) -> io::Result<bool> {
     Ok(read(directory, TAKEN_OVER)?.contains(&protection))
+}
+
+/// Refuses a directory whose checkpoint is of another VM than that of `manifest`, and says why: a base would replace it.
+pub(crate) fn refuse_other_vm(directory: &Path, manifest: &Manifest) -> Result<(), String> {
+    let path = directory.join(CHECKPOINT_NAME);
+    // One that cannot be read is no VM's.
+    let Ok(snapshot) = Snapshot::open(&path) else { return Ok(()) };
+    let Some(other) = snapshot.manifest() else { return Ok(()) };
+    if VmName::of(manifest).may_be(&VmName::of(other)) {
+        return Ok(());
+    }
+    let uuid = other.vm_uuid.map(|uuid| uuid.to_string());
+    let name = other.vm_name.clone().or(uuid).unwrap_or_default();
+    Err(format!("{} is of another VM ({name}): move it away, or choose another directory", path.display()))
 }
 
 /// Records that a VM continues from the checkpoint in this directory: `limosa keep` then refuses the primary whose

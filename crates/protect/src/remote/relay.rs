@@ -456,7 +456,7 @@ impl<'r> Turns<'r> {
         let got = match relay.keeper.read(&mut bytes) {
             Ok(0) if self.left => return Ok(true),
             Ok(0) => {
-                let why = MigrateError::Protocol("the keeper closed the connection".into());
+                let why = MigrateError::Protocol("it closed the connection in the middle".into());
                 return Err(self.reason_of_write().unwrap_or_else(|| relay.lost(why)));
             }
             Ok(got) => bytes.get(..got).ok_or_else(|| broken_invariant("a read fills no more than its buffer")),
