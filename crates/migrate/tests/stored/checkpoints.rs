@@ -484,3 +484,19 @@ fn a_primary_may_have_something_to_say_before_a_checkpoint_or_end_instead() {
         assert_eq!(checkpoints.wait_sent(LONG).unwrap(), NextState::Ended);
     });
 }
+
+#[test]
+fn a_series_that_is_given_up_closes_its_channel_also_if_its_handle_lives_on() {
+    let (near, far) = pair();
+    near.set_timeouts(LONG, LONG).unwrap();
+    let (handle, mut kept) = (Handle::new(), Kept::default());
+    thread::scope(|scope| {
+        let primary = scope.spawn(|| {
+            near.write_all(&three().parts[0]).unwrap();
+            near.read_exact(&mut [0; READY.len()]).unwrap();
+            near.read(&mut [0]).unwrap()
+        });
+        base(far, &mut kept, &handle).unwrap().begin().unwrap();
+        assert_eq!(primary.join().unwrap(), 0);
+    });
+}

@@ -196,7 +196,7 @@ impl Checkpoints {
             }
         })?;
         if awaited.is_none() {
-            self.end();
+            self.turn = Turn::Over;
         }
         Ok(awaited)
     }
@@ -248,15 +248,10 @@ impl Checkpoints {
         match awaited {
             Awaited::Came => self.turn = turn,
             Awaited::Note { .. } => {}
-            Awaited::Ended => self.end(),
+            // The primary has closed the channel in its turn.
+            Awaited::Ended => self.turn = Turn::Over,
         }
         Ok(awaited)
-    }
-
-    /// The primary has closed the channel in its turn.
-    fn end(&mut self) {
-        self.receiver.role.control.unwatch();
-        self.turn = Turn::Over;
     }
 
     /// Receives the checkpoint: its pages into `sink`, which knows the layout of the base
@@ -431,5 +426,12 @@ impl Checkpoints {
     fn truncated(&self, what: &'static str, wanted: usize, available: usize) -> MigrateError {
         let fault = ErrorKind::Truncated { what: what.into(), wanted, available };
         StreamError::new(self.offset(), "checkpoint", fault).into()
+    }
+}
+
+impl Drop for Checkpoints {
+    /// Has the channel close with the series, however that ends.
+    fn drop(&mut self) {
+        self.receiver.role.control.unwatch();
     }
 }
