@@ -54,8 +54,8 @@ impl PeerProcess {
             // SAFETY: the kernel has just made this descriptor for the caller, and nobody else has it.
             Ok(fd) if fd >= 0 => unsafe { OwnedFd::from_raw_fd(fd) },
             Ok(_) => return Err(io::ErrorKind::NotFound.into()),
-            // An older kernel. The process may have ended since it connected; then it is another one that is not
-            // connected, and nothing is lost by knowing that.
+            // An older kernel finds the process by its number. If it has ended meanwhile another process may have that
+            // number; the connection is at its end then.
             Err(error) if error.raw_os_error() == Some(rustix::io::Errno::NOPROTOOPT.raw_os_error()) => {
                 let pid = pid.and_then(|pid| Pid::from_raw(pid.cast_signed())).ok_or(io::ErrorKind::NotFound)?;
                 pidfd_open(pid, PidfdFlags::empty())?

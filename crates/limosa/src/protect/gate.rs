@@ -51,7 +51,11 @@ pub(super) fn connect(sockets: &[PathBuf], keeper: GateKeeper) -> anyhow::Result
         }
         other => Ok(other?),
     };
-    sockets.iter().map(connect).collect()
+    let gates: Vec<GateClient> = sockets.iter().map(connect).collect::<anyhow::Result<_>>()?;
+    for (socket, _) in sockets.iter().zip(&gates).filter(|(_, gate)| !gate.has_vm()) {
+        say!("limosa: no VM is connected to the gate at {}: it holds no output until one is", socket.display());
+    }
+    Ok(gates)
 }
 
 fn tell(report: &GateReport) {

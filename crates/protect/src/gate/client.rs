@@ -12,8 +12,10 @@ use limosa_migrate::output::{OutputCounters, OutputGate, OutputSignal};
 use parking_lot::{Condvar, Mutex};
 use uuid::Uuid;
 
+use super::connect::connect_within;
 use super::error::GateError;
-use super::message::{Answer, Order, VERSION};
+use super::message::{Answer, Hello, Order, VERSION};
+use super::vm::pid_namespace;
 
 /// The name of a keeper at gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +46,11 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Heard {
     welcome: Option<u64>,
+    /// A VM was connected to the gate then.
+    has_vm: bool,
     busy: bool,
+    /// The process of another VM that is connected to it.
+    other_vm: Option<u32>,
     /// Its VM was failed over.
     refused: bool,
     sealed: Option<u64>,
@@ -59,10 +65,11 @@ impl GateClient {
     /// Connects to the gate at this socket, which may take `timeout` for an answer.
     ///
     /// # Errors
-    /// No gate is there, it belongs to another keeper, the VM was failed over, or it does not answer.
+    /// No gate is there, it belongs to another keeper, another VM is connected to it, the VM was failed over, or it
+    /// does not answer.
     pub fn connect(path: &Path, timeout: Duration, keeper: GateKeeper) -> Result<Self, GateError> {
         let failed = |source| GateError::Connect { path: path.to_owned(), source };
-        let stream = Arc::new(UnixStream::connect(path).map_err(failed)?);
+        let stream = Arc::new(connect_within(path, timeout)?);
         stream.set_write_timeout(Some(timeout)).map_err(failed)?;
         let shared = Arc::new(Shared::default());
         let (reading, heard) = (Arc::clone(&stream), Arc::clone(&shared));
@@ -70,17 +77,18 @@ impl GateClient {
         let client = Self { path: path.to_owned(), timeout, stream, shared, reader: Some(reader) };
         // A gate that is busy closes without reading it.
         let GateKeeper { protection, vm } = keeper;
-        let sent = client.order(Order::Hello { version: VERSION, protection, vm: vm.unwrap_or(0).into() });
-        let heard = client.wait(|heard| heard.welcome.is_some() || heard.busy || heard.refused);
-        let (busy, refused, welcome) = {
+        let hello = Hello { version: VERSION, protection, vm, namespace: pid_namespace() };
+        let sent = client.order(Order::Hello(hello));
+        let heard = client.wait(|heard| heard.welcome.is_some() || heard.busy || heard.is_refused());
+        let (busy, welcome) = {
             let heard = client.shared.heard.lock();
-            (heard.busy, heard.refused, heard.welcome)
+            if let Some(refusal) = heard.refusal(path) {
+                return Err(refusal);
+            }
+            (heard.busy, heard.welcome)
         };
         if busy {
             return Err(GateError::Busy { path: path.to_owned() });
-        }
-        if refused {
-            return Err(GateError::FailedOver { path: path.to_owned() });
         }
         heard.and(sent)?;
         match welcome {
@@ -92,12 +100,23 @@ impl GateClient {
         }
     }
 
+    /// Returns whether a VM was connected to the gate when this keeper came. Until one is, the gate holds nothing.
+    #[must_use]
+    pub fn has_vm(&self) -> bool {
+        self.shared.heard.lock().has_vm
+    }
+
     fn order(&self, order: Order) -> Result<(), GateError> {
         let mut bytes = Vec::new();
         order.encode(&mut bytes);
         (&*self.stream).write_all(&bytes).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => GateError::Timeout { path: self.path.clone(), after: self.timeout },
-            _ => self.ended(&mut self.shared.heard.lock()),
+            _ => {
+                // Its last answer may say why, and may not have been read yet.
+                let (until, mut heard) = (Instant::now() + self.timeout, self.shared.heard.lock());
+                while heard.ended.is_none() && !self.shared.changed.wait_until(&mut heard, until).timed_out() {}
+                self.ended(&mut heard)
+            }
         })
     }
 
@@ -117,15 +136,30 @@ impl GateClient {
     }
 
     fn ended(&self, heard: &mut Heard) -> GateError {
-        let path = self.path.clone();
-        if heard.refused {
-            return GateError::FailedOver { path };
+        if let Some(refusal) = heard.refusal(&self.path) {
+            return refusal;
         }
+        let path = self.path.clone();
         match heard.ended.as_mut().and_then(Option::take) {
             Some(error) if error.kind() == io::ErrorKind::InvalidData => {
                 GateError::Protocol { path, found: error.to_string() }
             }
             _ => GateError::Ended { path },
+        }
+    }
+}
+
+impl Heard {
+    fn is_refused(&self) -> bool {
+        self.refused || self.other_vm.is_some()
+    }
+
+    /// Returns why the gate refuses its keeper.
+    fn refusal(&self, path: &Path) -> Option<GateError> {
+        let path = path.to_owned();
+        match self.other_vm {
+            Some(process) => Some(GateError::OtherVm { path, process }),
+            None => self.refused.then_some(GateError::FailedOver { path }),
         }
     }
 }
@@ -210,9 +244,10 @@ impl Shared {
             let Some((answer, length)) = decoded else { break };
             unread.drain(..length);
             match answer {
-                Answer::Welcome(version) => heard.welcome = Some(version),
+                Answer::Welcome { version, has_vm } => (heard.welcome, heard.has_vm) = (Some(version), has_vm),
                 Answer::Busy => heard.busy = true,
                 Answer::Refused => heard.refused = true,
+                Answer::OtherVm(process) => heard.other_vm = Some(process),
                 Answer::Sealed(epoch) => heard.sealed = Some(epoch),
                 Answer::Aborted(epoch) => heard.aborted = Some(epoch),
                 Answer::Counters(counters) => heard.counters = counters,

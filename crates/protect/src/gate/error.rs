@@ -42,6 +42,15 @@ pub enum GateError {
         path: PathBuf,
     },
 
+    /// It refuses the keeper: the VM that is connected to it is not the keeper's.
+    #[error("the gate at {} is that of another VM: process {process} is connected to it", path.display())]
+    OtherVm {
+        /// Its socket.
+        path: PathBuf,
+        /// The process of that VM.
+        process: u32,
+    },
+
     /// It refuses the keeper: its VM was failed over.
     #[error("the gate at {} refuses this VM, which was failed over", path.display())]
     FailedOver {

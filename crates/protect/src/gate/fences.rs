@@ -1,8 +1,9 @@
-//! The protections that a gate has had, as far as a fence needs them.
+//! The protections that a gate has had, for fences.
 //!
-//! Law: **the process whose VM was failed over is never taken again, and no other is refused.** A standby may connect to
-//! the gate before its VM runs, and take the place of a VM that has died. So the VM of a protection is the process that
-//! was connected when it stood still for the base: then it was certainly there, and no other was.
+//! Law: **the process whose VM was failed over is never taken again, and no other is refused** that is identified. A
+//! standby may connect to the gate before its VM runs, and take the place of a VM that has died. So the VM of a
+//! protection is the process that was connected when it stood still for the base: then it was certainly there, and no
+//! other was.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ const REMEMBERED: usize = 64;
 pub(super) struct ConnectedVm {
     /// The number of its connection.
     pub(super) connection: u64,
-    /// Its process; `None`: it cannot be told from others.
+    /// Its process; `None`: it is not identified.
     pub(super) process: Option<Arc<PeerProcess>>,
 }
 
@@ -25,9 +26,8 @@ pub(super) struct ConnectedVm {
 #[derive(Debug, Clone)]
 struct Protected {
     protection: Uuid,
-    /// Its VM; `None` before its first seal, or if none was connected then.
+    /// Its VM; `None`: none was connected at its first seal.
     vm: Option<ConnectedVm>,
-    is_sealed: bool,
 }
 
 impl Protected {
@@ -59,49 +59,55 @@ pub(super) struct Fences {
 }
 
 impl Fences {
-    /// Notes that a series begins, of the VM of this QEMU process if that is known. Returns false if that VM or that
+    /// Returns whether a series may begin, of the VM of this QEMU process if that is known: neither that VM nor that
     /// protection was fenced.
-    pub(super) fn begin(&mut self, protection: Uuid, vm: Option<u32>) -> bool {
+    pub(super) fn admits(&self, protection: Uuid, vm: Option<u32>) -> bool {
         let is_refused = |fenced: &Protected| {
             let is_its = vm.is_some() && fenced.process().and_then(|process| process.pid()) == vm;
             fenced.protection == protection || (is_its && fenced.has_live_process())
         };
-        if self.fenced.iter().any(is_refused) {
-            return false;
-        }
-        self.last = Some(Protected { protection, vm: None, is_sealed: false });
-        true
+        !self.fenced.iter().any(is_refused)
     }
 
-    /// Notes the VM that is connected while it stands still.
-    pub(super) fn seal(&mut self, vm: impl FnOnce() -> Option<ConnectedVm>) {
-        if let Some(last) = self.last.as_mut().filter(|last| !last.is_sealed) {
-            (last.vm, last.is_sealed) = (vm(), true);
+    /// Notes that a series begins, and the VM that is connected while it stands still. The one before cannot be fenced
+    /// any more.
+    pub(super) fn begin(&mut self, protection: Uuid, vm: Option<ConnectedVm>) {
+        self.last = Some(Protected { protection, vm });
+    }
+
+    /// Returns the outcome that a fence of a protection would have.
+    pub(super) fn query(&self, protection: Uuid) -> Fenced {
+        if let Some(before) = self.fenced.iter().find(|before| before.protection == protection) {
+            return Fenced::Before(before.vm.clone());
+        }
+        // Keepers that name no protection all have the nil id, so no fence can name one of them.
+        match self.last.as_ref().filter(|last| last.protection == protection && !protection.is_nil()) {
+            Some(last) => Fenced::Now(last.vm.clone()),
+            None => Fenced::Unknown,
         }
     }
 
     /// Fences a protection: its VM is refused from now on.
     pub(super) fn fence(&mut self, protection: Uuid) -> Fenced {
-        if let Some(before) = self.fenced.iter().find(|before| before.protection == protection) {
-            return Fenced::Before(before.vm.clone());
+        let outcome = self.query(protection);
+        if matches!(outcome, Fenced::Now(_)) {
+            if self.fenced.len() >= REMEMBERED
+                && let Some(at) = self.fenced.iter().position(|fenced| !fenced.has_live_process())
+            {
+                self.fenced.remove(at);
+            }
+            self.fenced.extend(self.last.take());
         }
-        // A keeper that does not say its name cannot be meant.
-        let Some(last) = self.last.take_if(|last| last.protection == protection && !protection.is_nil()) else {
-            return Fenced::Unknown;
-        };
-        if self.fenced.len() >= REMEMBERED
-            && let Some(at) = self.fenced.iter().position(|fenced| !fenced.has_live_process())
-        {
-            self.fenced.remove(at);
-        }
-        let vm = last.vm.clone();
-        self.fenced.push(last);
-        Fenced::Now(vm)
+        outcome
     }
 
-    /// Whether a process is that of a VM that was fenced.
-    pub(super) fn refuses(&self, process: &PeerProcess) -> bool {
-        self.fenced.iter().filter_map(Protected::process).any(|fenced| fenced.is(process))
+    /// Whether a process is that of a VM that was fenced. `None` is one that is not identified: it may be, as long as
+    /// such a process lives.
+    pub(super) fn refuses(&self, process: Option<&PeerProcess>) -> bool {
+        match process {
+            Some(process) => self.fenced.iter().filter_map(Protected::process).any(|fenced| fenced.is(process)),
+            None => self.fenced.iter().any(Protected::has_live_process),
+        }
     }
 }
 
@@ -122,49 +128,67 @@ mod tests {
         vm.is_some_and(|vm| vm.connection == 7)
     }
 
+    fn refuses(fences: &Fences, vm: &ConnectedVm) -> bool {
+        fences.refuses(vm.process.as_deref())
+    }
+
     #[test]
     fn the_vm_that_stood_still_for_the_base_is_refused_whoever_is_connected_later() {
         let (mut fences, id) = (Fences::default(), Uuid::new_v4());
-        assert!(fences.begin(id, None));
-        fences.seal(|| Some(own(7)));
-        fences.seal(|| panic!("its VM is known"));
-        assert!(!fences.refuses(own(8).process.as_ref().unwrap()));
+        assert!(fences.admits(id, None));
+        fences.begin(id, Some(own(7)));
+        assert!(!refuses(&fences, &own(8)) && !fences.refuses(None));
+        assert!(matches!(fences.query(id), Fenced::Now(vm) if is_own(vm.as_ref())));
+        assert!(!refuses(&fences, &own(8)), "a query changes nothing");
         assert!(matches!(fences.fence(id), Fenced::Now(vm) if is_own(vm.as_ref())));
-        assert!(fences.refuses(own(9).process.as_ref().unwrap()));
+        assert!(refuses(&fences, &own(9)));
         assert!(matches!(fences.fence(id), Fenced::Before(vm) if is_own(vm.as_ref())));
+        assert!(matches!(fences.query(id), Fenced::Before(vm) if is_own(vm.as_ref())));
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_told_from_others_is_refused_while_a_vm_that_was_fenced_lives() {
+        let (mut fences, id) = (Fences::default(), Uuid::new_v4());
+        fences.begin(id, Some(own(7)));
+        fences.fence(id);
+        assert!(fences.refuses(None));
+        // Nothing is known of the VM of this one, which its user has said to be off.
+        let (mut fences, id) = (Fences::default(), Uuid::new_v4());
+        fences.begin(id, Some(ConnectedVm { connection: 1, process: None }));
+        fences.fence(id);
+        assert!(!fences.refuses(None));
     }
 
     #[test]
     fn a_protection_that_was_fenced_and_another_one_of_its_vm_do_not_begin_again() {
         let (mut fences, id) = (Fences::default(), Uuid::new_v4());
         let pid = std::process::id();
-        assert!(fences.begin(id, Some(pid)));
-        fences.seal(|| Some(own(7)));
+        fences.begin(id, Some(own(7)));
         fences.fence(id);
-        assert!(!fences.begin(id, None));
-        assert!(!fences.begin(Uuid::new_v4(), Some(pid)));
-        assert!(fences.begin(Uuid::new_v4(), Some(pid + 1)) && fences.begin(Uuid::new_v4(), None));
+        assert!(!fences.admits(id, None));
+        assert!(!fences.admits(Uuid::new_v4(), Some(pid)));
+        assert!(fences.admits(Uuid::new_v4(), Some(pid + 1)) && fences.admits(Uuid::new_v4(), None));
     }
 
     #[test]
     fn a_protection_that_the_gate_does_not_have_any_more_is_not_fenced() {
         let (mut fences, id) = (Fences::default(), Uuid::new_v4());
         assert!(matches!(fences.fence(id), Fenced::Unknown));
-        assert!(fences.begin(id, None) && fences.begin(Uuid::nil(), None));
+        fences.begin(id, None);
+        fences.begin(Uuid::nil(), None);
         assert!(matches!(fences.fence(id), Fenced::Unknown));
         assert!(matches!(fences.fence(Uuid::nil()), Fenced::Unknown));
     }
 
     #[test]
-    fn a_protection_is_fenced_before_its_vm_was_seen_and_nobody_is_refused_then() {
+    fn a_protection_is_fenced_without_its_vm_and_nobody_is_refused_then() {
         let (mut fences, id) = (Fences::default(), Uuid::new_v4());
-        assert!(fences.begin(id, None));
-        fences.seal(|| None);
+        fences.begin(id, None);
         assert!(matches!(fences.fence(id), Fenced::Now(None)));
-        assert!(!fences.refuses(own(1).process.as_ref().unwrap()));
+        assert!(!refuses(&fences, &own(1)));
         for _ in 0..3 * REMEMBERED {
             let id = Uuid::new_v4();
-            assert!(fences.begin(id, None));
+            fences.begin(id, None);
             assert!(matches!(fences.fence(id), Fenced::Now(None)));
         }
         assert_eq!(fences.fenced.len(), REMEMBERED);

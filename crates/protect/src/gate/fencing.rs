@@ -1,52 +1,69 @@
 //! A failover's end of a gate in another process.
 
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
+use super::connect::connect_within;
 use super::error::GateError;
 use super::message::{Answer, Order};
 
 /// Most bytes of an answer.
 const ANSWER_MAX: usize = 4096;
 
-/// The outcome of a fence at a gate.
+/// The outcome of a fence at a gate, or of a [query](query_gate) about one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GateFence {
     /// The VM's process is refused from now on; its number, if the gate can see it. Other processes are taken.
     Refused(Option<u32>),
-    /// The protection has ended at the gate, but its VM cannot be told from others: none was connected, or it is in
+    /// The protection has ended at the gate, but its VM is not identified: none was connected, or it is in
     /// another container and the kernel too old.
     Unidentified,
     /// The gate has not had this protection since it was started, or has had another one later. Nothing has changed.
     Unknown,
 }
 
-/// Has the gate at this socket refuse the VM of a protection, which continues elsewhere from the checkpoint of a number.
-/// The VM and its keeper are cut off; frames that the checkpoint knows leave, later ones are dropped, and those of other
+/// Has the gate at this socket refuse the VM of a protection, which continues elsewhere from checkpoint `epoch`. The VM
+/// and its keeper are cut off; frames that the checkpoint knows leave, later ones are dropped, and those of other
 /// processes leave at once. It can be repeated. The gate may take `timeout` for its answer.
 ///
 /// # Errors
 /// No gate is there, or it does not answer.
 pub fn fence_gate(path: &Path, timeout: Duration, protection: Uuid, epoch: u64) -> Result<GateFence, GateError> {
+    ask(path, timeout, Order::Fence { epoch, protection })
+}
+
+/// Asks the gate at this socket for the outcome that a [fence](fence_gate) of a protection would have. Nothing changes.
+/// The gate may take `timeout` for its answer.
+///
+/// # Errors
+/// As of [`fence_gate`].
+pub fn query_gate(path: &Path, timeout: Duration, protection: Uuid) -> Result<GateFence, GateError> {
+    ask(path, timeout, Order::Query { protection })
+}
+
+/// Gives a gate an order of a failover.
+fn ask(path: &Path, timeout: Duration, order: Order) -> Result<GateFence, GateError> {
     let failed = |source| GateError::Connect { path: path.to_owned(), source };
-    let mut stream = UnixStream::connect(path).map_err(failed)?;
+    let until = Instant::now() + timeout;
+    let mut stream = connect_within(path, timeout)?;
     stream.set_write_timeout(Some(timeout)).map_err(failed)?;
-    stream.set_read_timeout(Some(timeout)).map_err(failed)?;
-    let mut order = Vec::new();
-    Order::Fence { epoch, protection }.encode(&mut order);
+    let mut bytes = Vec::new();
+    order.encode(&mut bytes);
+    let late = || GateError::Timeout { path: path.to_owned(), after: timeout };
     let ended = |error: io::Error| match error.kind() {
-        io::ErrorKind::WouldBlock => GateError::Timeout { path: path.to_owned(), after: timeout },
+        io::ErrorKind::WouldBlock => late(),
         _ => GateError::Ended { path: path.to_owned() },
     };
-    stream.write_all(&order).map_err(ended)?;
+    stream.write_all(&bytes).map_err(ended)?;
     let protocol = |found: String| GateError::Protocol { path: path.to_owned(), found };
     let mut bytes = Vec::new();
     loop {
+        let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()).ok_or_else(late)?;
+        stream.set_read_timeout(Some(left)).map_err(failed)?;
         let mut room = [0; 256];
         match stream.read(&mut room) {
             Ok(0) => return Err(GateError::Ended { path: path.to_owned() }),

@@ -2,8 +2,9 @@
 //!
 //! ```text
 //!  Free --seal--> Holding --seal--> Holding ...
-//!   ^                 |
-//!   +------abort------+
+//!   ^                 |  |
+//!   +------abort------+  +--detach--> Detached: what is sealed waits, later frames pass
+//!   +------abort--------------------------+
 //! ```
 
 use std::collections::VecDeque;
@@ -183,6 +184,14 @@ impl Hold {
         Ok(())
     }
 
+    /// Drops the frames that no seal has, and holds those that one has; everything passes from now on.
+    pub(crate) fn detach(&mut self) {
+        let Epoch { frames, cost, .. } = std::mem::take(&mut self.open);
+        self.counters.aborted_packets += frames.count;
+        self.cost -= cost;
+        self.holding = false;
+    }
+
     /// Drops all frames that wait; everything passes from now on.
     pub(crate) fn abort(&mut self) {
         let sealed = self.sealed.iter().map(|(_, epoch)| epoch.frames.count).sum::<u64>();
@@ -226,6 +235,22 @@ mod tests {
         assert_eq!(hold.offer(&frame(4), now), Offered::Passed);
         let counters = hold.counters();
         assert_eq!((counters.held_packets, counters.held_bytes, counters.aborted_packets), (2, 4, 2));
+    }
+
+    #[test]
+    fn a_hold_that_is_detached_keeps_what_is_sealed_and_lets_everything_else_pass() {
+        let (mut hold, now) = (Hold::new(1000), Instant::now());
+        hold.seal(0).unwrap();
+        hold.offer(&frame(1), now);
+        hold.seal(1).unwrap();
+        hold.offer(&frame(2), now);
+        hold.detach();
+        assert_eq!(hold.offer(&frame(3), now), Offered::Passed);
+        assert_eq!(released(&mut hold, 1, now).unwrap(), [1]);
+        assert_eq!((hold.counters().aborted_packets, hold.cost), (1, 0));
+        hold.detach();
+        hold.abort();
+        assert_eq!(released(&mut hold, 1, now), Err(OrderError::Unsealed { epoch: 1 }));
     }
 
     #[test]

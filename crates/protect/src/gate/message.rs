@@ -1,8 +1,8 @@
 //! The messages between a keeper and a gate, on a unix socket.
 //!
 //! All numbers are big-endian. A message is its kind (4 bytes), the number of 8-byte words that follow its header (4
-//! bytes), a value (8 bytes), and the words: counters, or the id of a protection. A reader ignores those that it does not
-//! know.
+//! bytes), a value (8 bytes), and the words: counters, or the id of a protection. A reader ignores those that it does
+//! not know.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use limosa_page::{to_nanos, to_usize};
 use uuid::Uuid;
 
 /// The version of these messages.
-pub(super) const VERSION: u64 = 1;
+pub(super) const VERSION: u64 = 2;
 
 /// Bytes before the words.
 const HEADER: usize = 16;
@@ -30,15 +30,8 @@ pub(super) enum MessageError {
 /// An order: a keeper's, or a failover's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// A series begins.
-    Hello {
-        /// The version of the messages.
-        version: u64,
-        /// The protection that it is of; nil if the keeper does not say it.
-        protection: Uuid,
-        /// The number of the process of the VM's QEMU; 0 if it is not known.
-        vm: u64,
-    },
+    /// A keeper wants the gate. Its series begins with its first seal.
+    Hello(Hello),
     /// The VM stands still: the epoch of this number ends.
     Seal(u64),
     /// The checkpoint of this number counts.
@@ -54,13 +47,36 @@ pub(super) enum Order {
         /// The protection.
         protection: Uuid,
     },
+    /// A failover's: the answer that a fence of this protection would get.
+    Query {
+        /// The protection.
+        protection: Uuid,
+    },
+}
+
+/// A keeper that wants a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Hello {
+    /// The version of the messages.
+    pub(super) version: u64,
+    /// Its protection; nil if the keeper does not say it.
+    pub(super) protection: Uuid,
+    /// The number of the process of the VM's QEMU, if it is known.
+    pub(super) vm: Option<u32>,
+    /// The pid namespace of that number; 0 if it is not known.
+    pub(super) namespace: u64,
 }
 
 /// A gate's message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// The answer to hello; the gate's version.
-    Welcome(u64),
+    /// The answer to hello.
+    Welcome {
+        /// The gate's version.
+        version: u64,
+        /// Whether a VM is connected.
+        has_vm: bool,
+    },
     /// Another keeper has the gate.
     Busy,
     /// The answer to seal.
@@ -75,28 +91,32 @@ pub(super) enum Answer {
     Aborted(u64),
     /// The answer to hello of a protection that was fenced.
     Refused,
+    /// The answer to hello, or to the first seal, of a keeper whose VM is another one: the number of the process that
+    /// is connected.
+    OtherVm(u32),
     /// The answer to fence: its process is refused from now on, or has ended. The process's number; 0: it has none that
-    /// the gate can see.
+    /// the gate can see. The answers to fence are also those to query.
     Fenced(u64),
     /// The answer to fence: the gate has not had this protection, or another one since. Nothing has changed.
     Unknown,
-    /// The answer to fence: the protection has ended here, but its VM cannot be told from another one when it comes
-    /// back.
+    /// The answer to fence: the protection has ended here, but its VM is not identified, and would be taken in when it
+    /// comes back.
     Unidentified,
 }
 
 impl Order {
     pub(super) fn encode(self, out: &mut Vec<u8>) {
         match self {
-            Self::Hello { version, protection, vm } => {
+            Self::Hello(Hello { version, protection, vm, namespace }) => {
                 let [high, low] = id_words(protection);
-                encode(1, version, &[high, low, vm], out);
+                encode(1, version, &[high, low, vm.unwrap_or(0).into(), namespace], out);
             }
             Self::Seal(epoch) => encode(2, epoch, &[], out),
             Self::Commit(epoch) => encode(3, epoch, &[], out),
             Self::Abort(epoch) => encode(4, epoch, &[], out),
             Self::Fence { epoch, protection } => encode(5, epoch, &id_words(protection), out),
             Self::HoldWhenLost(millis) => encode(6, millis, &[], out),
+            Self::Query { protection } => encode(7, 0, &id_words(protection), out),
         }
     }
 
@@ -105,14 +125,16 @@ impl Order {
         let Some(raw) = Raw::decode(bytes)? else { return Ok(None) };
         let order = match raw.kind {
             1 => {
-                let vm = numbers(raw.words).nth(2).unwrap_or(0);
-                Self::Hello { version: raw.value, protection: id(raw.words), vm }
+                let word = |at| numbers(raw.words).nth(at).unwrap_or(0);
+                let (vm, namespace) = (process(word(2)), word(3));
+                Self::Hello(Hello { version: raw.value, protection: id(raw.words), vm, namespace })
             }
             2 => Self::Seal(raw.value),
             3 => Self::Commit(raw.value),
             4 => Self::Abort(raw.value),
             5 => Self::Fence { epoch: raw.value, protection: id(raw.words) },
             6 => Self::HoldWhenLost(raw.value),
+            7 => Self::Query { protection: id(raw.words) },
             kind => return Err(MessageError::Kind(kind)),
         };
         Ok(Some((order, raw.length)))
@@ -122,7 +144,7 @@ impl Order {
 impl Answer {
     pub(super) fn encode(self, out: &mut Vec<u8>) {
         match self {
-            Self::Welcome(version) => encode(0x101, version, &[], out),
+            Self::Welcome { version, has_vm } => encode(0x101, version, &[has_vm.into()], out),
             Self::Busy => encode(0x102, 0, &[], out),
             Self::Sealed(epoch) => encode(0x103, epoch, &[], out),
             Self::Output => encode(0x104, 0, &[], out),
@@ -133,6 +155,7 @@ impl Answer {
             Self::Fenced(pid) => encode(0x109, pid, &[], out),
             Self::Unknown => encode(0x10a, 0, &[], out),
             Self::Unidentified => encode(0x10b, 0, &[], out),
+            Self::OtherVm(process) => encode(0x10c, process.into(), &[], out),
         }
     }
 
@@ -140,7 +163,8 @@ impl Answer {
     pub(super) fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, MessageError> {
         let Some(raw) = Raw::decode(bytes)? else { return Ok(None) };
         let answer = match raw.kind {
-            0x101 => Self::Welcome(raw.value),
+            // A gate that does not say it is believed to have one.
+            0x101 => Self::Welcome { version: raw.value, has_vm: numbers(raw.words).next() != Some(0) },
             0x102 => Self::Busy,
             0x103 => Self::Sealed(raw.value),
             0x104 => Self::Output,
@@ -151,6 +175,7 @@ impl Answer {
             0x109 => Self::Fenced(raw.value),
             0x10a => Self::Unknown,
             0x10b => Self::Unidentified,
+            0x10c => Self::OtherVm(process(raw.value).unwrap_or(0)),
             kind => return Err(MessageError::Kind(kind)),
         };
         Ok(Some((answer, raw.length)))
@@ -215,6 +240,11 @@ fn id_words(id: Uuid) -> [u64; 2] {
     [high, low]
 }
 
+/// Reads the number of a process; none has 0.
+fn process(word: u64) -> Option<u32> {
+    u32::try_from(word).ok().filter(|process| *process > 0)
+}
+
 /// Reads an id; one that is missing is nil.
 fn id(words: &[u8]) -> Uuid {
     let mut words = numbers(words);
@@ -251,7 +281,9 @@ mod tests {
         counters.undelivered_packets = 7;
         counters.longest_hold = Duration::from_micros(123);
         for answer in [
-            Answer::Welcome(VERSION),
+            Answer::Welcome { version: VERSION, has_vm: true },
+            Answer::Welcome { version: VERSION, has_vm: false },
+            Answer::OtherVm(1 << 22),
             Answer::Busy,
             Answer::Sealed(u64::MAX),
             Answer::Output,
@@ -270,7 +302,8 @@ mod tests {
         }
         let protection = Uuid::new_v4();
         for order in [
-            Order::Hello { version: 1, protection, vm: 1 << 22 },
+            Order::Hello(Hello { version: 1, protection, vm: Some(1 << 22), namespace: 1 << 33 }),
+            Order::Query { protection },
             Order::Seal(5),
             Order::Commit(1 << 33),
             Order::Abort(0),
@@ -290,8 +323,8 @@ mod tests {
     fn a_hello_without_the_name_of_its_protection_has_none() {
         let mut bytes = Vec::new();
         encode(1, VERSION, &[], &mut bytes);
-        let hello = Order::Hello { version: VERSION, protection: Uuid::nil(), vm: 0 };
-        assert_eq!(Order::decode(&bytes), Ok(Some((hello, HEADER))));
+        let hello = Hello { version: VERSION, protection: Uuid::nil(), vm: None, namespace: 0 };
+        assert_eq!(Order::decode(&bytes), Ok(Some((Order::Hello(hello), HEADER))));
     }
 
     #[test]

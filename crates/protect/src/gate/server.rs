@@ -13,13 +13,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use uuid::Uuid;
 
 use super::error::GateError;
-use super::fences::{Fenced, Fences};
+use super::fences::{ConnectedVm, Fenced, Fences};
 use super::frame::PREFIX;
-use super::hold::{Hold, Offered};
+use super::hold::{Hold, Offered, OrderError};
 use super::keeper::{Connected, KeeperPort};
-use super::message::{Answer, Order, VERSION};
+use super::message::{Answer, Hello, Order, VERSION};
 use super::network::{LinkChange, Network, NetworkAddress};
-use super::vm::{Accepted, VmLost, VmPort, VmRead};
+use super::vm::{Accepted, VmLost, VmPort, VmRead, pid_namespace};
 
 /// Bytes of frames for the VM that it has not read.
 const INBOUND_LIMIT: u64 = 1 << 20;
@@ -95,6 +95,8 @@ pub struct Gate {
     network: Network,
     hold: Hold,
     fences: Fences,
+    /// The keeper, until its first seal: nothing has changed until then.
+    greeted: Option<Hello>,
     /// It was reported that a fenced VM has come back.
     refusal_reported: bool,
     /// The time for which output is held then, without a wish of the keeper's.
@@ -129,6 +131,7 @@ impl Gate {
             network,
             hold: Hold::new(options.limit),
             fences: Fences::default(),
+            greeted: None,
             refusal_reported: false,
             shortest_grace: options.grace,
             grace: options.grace,
@@ -168,7 +171,12 @@ impl Gate {
                 Accepted::Refused(pid) if !std::mem::replace(&mut self.refusal_reported, true) => {
                     notice(&format!("{} is refused: its VM was failed over", process_name(pid)));
                 }
-                Accepted::Refused(_) | Accepted::None => {}
+                Accepted::Unidentified if !std::mem::replace(&mut self.refusal_reported, true) => {
+                    notice(
+                        "a process that cannot be identified is refused: it may be that of the VM that was failed over",
+                    );
+                }
+                Accepted::Refused(_) | Accepted::Unidentified | Accepted::None => {}
             }
         }
         if ready.vm {
@@ -279,32 +287,53 @@ impl Gate {
         let mut admitted = false;
         while let Some((visitor, order)) = self.keeper.next_visitor() {
             match order {
-                Order::Hello { .. } if self.keeper.has_keeper() => visitor.dismiss(Answer::Busy),
-                Order::Hello { version, protection, vm } => {
-                    let vm = u32::try_from(vm).ok().filter(|vm| *vm > 0);
-                    if self.fences.begin(protection, vm) {
-                        self.welcome(visitor, version, notice);
+                Order::Hello(hello) => match self.refusal(&hello) {
+                    Some(refusal) => visitor.dismiss(refusal),
+                    None => {
+                        self.welcome(visitor, hello, notice);
                         admitted = true;
-                    } else {
-                        visitor.dismiss(Answer::Refused);
                     }
-                }
+                },
                 Order::Fence { epoch, protection } => visitor.dismiss(self.fence(protection, epoch, notice)),
-                // Whoever does not begin as a keeper is none.
+                Order::Query { protection } => visitor.dismiss(match self.fences.query(protection) {
+                    Fenced::Now(vm) | Fenced::Before(vm) => fenced_answer(vm.as_ref()),
+                    Fenced::Unknown => Answer::Unknown,
+                }),
+                // A keeper begins with a hello.
                 Order::Seal(_) | Order::Commit(_) | Order::Abort(_) | Order::HoldWhenLost(_) => {}
             }
         }
         admitted
     }
 
-    /// Begins a series of a keeper.
-    fn welcome(&mut self, keeper: Connected, version: u64, notice: &dyn Fn(&str)) {
-        self.drain(notice);
-        self.begin_series();
+    /// The answer to a keeper that does not get the gate.
+    fn refusal(&self, hello: &Hello) -> Option<Answer> {
+        if self.keeper.has_keeper() {
+            return Some(Answer::Busy);
+        }
+        if !self.fences.admits(hello.protection, hello.vm) {
+            return Some(Answer::Refused);
+        }
+        self.other_vm(hello).map(Answer::OtherVm)
+    }
+
+    /// Returns the process that is connected if it is another one than that of a keeper's VM.
+    fn other_vm(&self, hello: &Hello) -> Option<u32> {
+        // Numbers of processes can be compared in one namespace alone.
+        let is_comparable = hello.namespace != 0 && hello.namespace == pid_namespace();
+        let vm = hello.vm.filter(|_| is_comparable)?;
+        self.vm.pid().filter(|connected| *connected != vm)
+    }
+
+    /// Takes a keeper. Until its first seal it changes nothing: what is held of the last series stays held for the
+    /// grace, and that can be fenced.
+    fn welcome(&mut self, keeper: Connected, hello: Hello, notice: &dyn Fn(&str)) {
         self.keeper.admit(keeper);
-        self.keeper.answer(Answer::Welcome(VERSION));
-        if version != VERSION {
+        self.keeper.answer(Answer::Welcome { version: VERSION, has_vm: self.vm.is_connected() });
+        self.greeted = Some(hello);
+        if hello.version != VERSION {
             let _ = self.keeper.write();
+            let version = hello.version;
             self.lose_keeper(&io::Error::other(format!("it speaks version {version}, this is {VERSION}")), notice);
         }
     }
@@ -318,7 +347,7 @@ impl Gate {
             Fenced::Unknown => return Answer::Unknown,
         };
         let process = vm.as_ref().and_then(|vm| vm.process.as_ref());
-        let answer = process.map_or(Answer::Unidentified, |process| Answer::Fenced(process.pid().unwrap_or(0).into()));
+        let answer = fenced_answer(vm.as_ref());
         if !is_new {
             return answer;
         }
@@ -331,7 +360,11 @@ impl Gate {
             self.vm.cut(vm);
         }
         // The survivor may be connected already, and has a hold of its own when it is protected.
-        self.keeper.refuse();
+        let is_other = |hello: &Hello| hello.vm.is_some() && self.fences.admits(hello.protection, hello.vm);
+        if !self.greeted.as_ref().is_some_and(is_other) {
+            self.keeper.refuse();
+            self.greeted = None;
+        }
         self.refusal_reported = false;
         notice(&format!(
             "the VM was failed over{}",
@@ -348,19 +381,25 @@ impl Gate {
         while let Some(order) = self.keeper.next_order()? {
             let refused = |error| io::Error::new(io::ErrorKind::InvalidData, error);
             match order {
-                Order::Hello { .. } | Order::Fence { .. } => {
+                Order::Hello(_) | Order::Fence { .. } | Order::Query { .. } => {
                     return Err(io::Error::other("it begins twice on one connection"));
                 }
                 Order::Seal(epoch) => {
-                    let begun = !self.hold.is_holding();
                     self.drain(notice);
+                    self.begin_greeted(notice)?;
+                    let begun = !self.hold.is_holding();
                     self.count_undelivered();
                     self.hold.seal(epoch).map_err(refused)?;
-                    self.fences.seal(|| self.vm.connected());
                     self.keeper.answer(Answer::Sealed(epoch));
                     if begun {
                         notice("output waits for checkpoints");
                     }
+                }
+                // What is held is another series'.
+                Order::Commit(epoch) if self.greeted.is_some() => return Err(refused(OrderError::Unsealed { epoch })),
+                Order::Abort(epoch) if self.greeted.is_some() => {
+                    self.keeper.answer(Answer::Counters(OutputCounters::default()));
+                    self.keeper.answer(Answer::Aborted(epoch));
                 }
                 Order::Commit(epoch) => {
                     let network = &mut self.network;
@@ -374,9 +413,10 @@ impl Gate {
                     }
                     self.keeper.answer(Answer::Counters(self.hold.counters()));
                 }
-                Order::HoldWhenLost(millis) => {
+                Order::HoldWhenLost(millis) if self.greeted.is_none() => {
                     self.grace = self.grace.max(Duration::from_millis(millis).min(LONGEST_GRACE));
                 }
+                Order::HoldWhenLost(_) => {}
                 Order::Abort(epoch) => {
                     // A VM that has died may have left frames in its socket that no checkpoint knows of.
                     self.drain(notice);
@@ -396,10 +436,29 @@ impl Gate {
         while self.read_vm(notice) && self.report.sent_bytes - from < DRAIN_MAX {}
     }
 
+    /// Begins the series of a keeper that seals for the first time.
+    fn begin_greeted(&mut self, notice: &dyn Fn(&str)) -> io::Result<()> {
+        let Some(hello) = self.greeted else { return Ok(()) };
+        if let Some(process) = self.other_vm(&hello) {
+            self.keeper.answer(Answer::OtherVm(process));
+            let _ = self.keeper.write();
+            return Err(io::Error::other(format!("its VM is not process {process}, which is connected")));
+        }
+        self.begin_series();
+        let vm = self.vm.connected();
+        if vm.is_none() {
+            notice("no VM is connected: nothing of it is held until one is");
+        }
+        self.fences.begin(hello.protection, vm);
+        self.greeted = None;
+        Ok(())
+    }
+
     /// Holds nothing any more.
     fn release(&mut self, notice: &dyn Fn(&str)) {
-        if self.hold.is_holding() {
-            self.hold.abort();
+        let held = self.hold.is_holding();
+        self.hold.abort();
+        if held {
             notice("output leaves at once: no protection");
         }
         (self.lost, self.full_reported, self.grace) = (None, false, self.shortest_grace);
@@ -431,16 +490,22 @@ impl Gate {
     fn lose_keeper(&mut self, error: &io::Error, notice: &dyn Fn(&str)) {
         self.keeper.close();
         self.full_reported = false;
-        if self.hold.is_holding() {
+        let has_begun = self.greeted.take().is_none();
+        if has_begun && self.hold.is_holding() {
             notice(&format!("the keeper is gone{}", reason(error)));
             self.lost = Some(Instant::now());
         }
     }
 
-    /// Ends the hold of a keeper that is gone, when its time is over or the VM is gone too.
+    /// Ends the hold of a keeper that is gone, when its time is over. If the VM is gone too, a failover may have the
+    /// checkpoint of the frames that are sealed: they wait for that, and nothing else does.
     fn end_grace(&mut self, notice: &dyn Fn(&str)) {
-        if self.lost.is_some_and(|lost| lost.elapsed() >= self.grace || !self.vm.is_connected()) {
+        let Some(lost) = self.lost else { return };
+        if lost.elapsed() >= self.grace {
             self.release(notice);
+        } else if !self.vm.is_connected() && self.hold.is_holding() {
+            self.hold.detach();
+            notice("output leaves at once: no protection");
         }
     }
 
@@ -472,6 +537,12 @@ fn reason(error: &io::Error) -> String {
         io::ErrorKind::UnexpectedEof => String::new(),
         _ => format!(" ({error})"),
     }
+}
+
+/// The answer to a fence, or to a query about one, of a protection that the gate has.
+fn fenced_answer(vm: Option<&ConnectedVm>) -> Answer {
+    let process = vm.and_then(|vm| vm.process.as_ref());
+    process.map_or(Answer::Unidentified, |process| Answer::Fenced(process.pid().unwrap_or(0).into()))
 }
 
 /// The name of a VM's process for people.

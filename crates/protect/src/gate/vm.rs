@@ -2,6 +2,7 @@
 
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
@@ -46,6 +47,8 @@ pub(super) enum Accepted {
     Vm,
     /// It was failed over, and has been turned away; the number of its process, if it has one here.
     Refused(Option<u32>),
+    /// It has been turned away: it is not identified, and may be a VM that was failed over.
+    Unidentified,
     /// None waits.
     None,
 }
@@ -55,7 +58,7 @@ pub(super) enum Accepted {
 pub(super) struct VmPort {
     listener: UnixListener,
     vm: Option<UnixStream>,
-    /// The process of that VM, if it can be told from others.
+    /// The process of that VM, if it is identified.
     process: Option<Arc<PeerProcess>>,
     /// The number of the last connection.
     connection: u64,
@@ -98,13 +101,13 @@ impl VmPort {
         self.queue.is_full()
     }
 
-    /// Accepts a VM that waits, unless it was fenced.
+    /// Accepts a VM that waits, unless it was fenced, or is not identified and may be one that was.
     pub(super) fn accept(&mut self, fences: &Fences) -> io::Result<Accepted> {
         match self.listener.accept() {
             Ok((vm, _)) => {
                 let process = PeerProcess::of(vm.as_fd()).ok();
-                if let Some(refused) = process.as_ref().filter(|process| fences.refuses(process)) {
-                    return Ok(Accepted::Refused(refused.pid()));
+                if fences.refuses(process.as_ref()) {
+                    return Ok(process.map_or(Accepted::Unidentified, |process| Accepted::Refused(process.pid())));
                 }
                 vm.set_nonblocking(true)?;
                 self.reader.restart();
@@ -115,6 +118,11 @@ impl VmPort {
             Err(error) if is_passing(&error) || error.kind() == io::ErrorKind::ConnectionAborted => Ok(Accepted::None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Returns the number of the process of the VM that is connected, if it has one here.
+    pub(super) fn pid(&self) -> Option<u32> {
+        self.process.as_ref()?.pid()
     }
 
     /// Returns the VM that is connected.
@@ -171,6 +179,11 @@ impl VmPort {
         (self.vm, self.process) = (None, None);
         VmLost(error)
     }
+}
+
+/// Returns the pid namespace of this process, in which it sees the numbers of processes; 0: it is not known.
+pub(super) fn pid_namespace() -> u64 {
+    std::fs::metadata("/proc/self/ns/pid").map_or(0, |found| found.ino())
 }
 
 /// Whether nothing is there for now.

@@ -1,7 +1,9 @@
 //! A VM that was failed over is refused, and its survivor is not. The survivor is another process: this program again.
 
 use std::env;
+use std::fs::File;
 use std::io::{Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -9,9 +11,11 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_migrate::output::OutputGate as _;
-use limosa_protect::gate::{GateClient, GateError, GateFence, GateKeeper, fence_gate};
+use limosa_protect::gate::{GateClient, GateError, GateFence, GateKeeper, fence_gate, query_gate};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use uuid::Uuid;
 
+use crate::options;
 use crate::scene::{Peer, SOON, Scene, framed};
 
 const SOCKET: &str = "LIMOSA_TEST_GATE";
@@ -63,6 +67,10 @@ fn expect_end(vm: &mut Peer) {
 
 fn fence(scene: &Scene, protection: Uuid, epoch: u64) -> GateFence {
     fence_gate(&scene.keeper_socket(), SOON, protection, epoch).unwrap()
+}
+
+fn query(scene: &Scene, protection: Uuid) -> GateFence {
+    query_gate(&scene.keeper_socket(), SOON, protection).unwrap()
 }
 
 fn own() -> GateFence {
@@ -145,6 +153,7 @@ fn a_gate_that_does_not_know_the_protection_changes_nothing() {
     let keeper = scene.keeper_of(id);
     keeper.seal(0).unwrap();
     assert_eq!(fence(&scene, Uuid::new_v4(), 0), GateFence::Unknown);
+    assert_eq!((query(&scene, Uuid::new_v4()), query(&scene, id)), (GateFence::Unknown, own()));
     vm.send(b"held");
     network.expect_silence();
     keeper.seal(1).unwrap();
@@ -188,4 +197,118 @@ fn those_who_say_nothing_keep_no_failover_away() {
     expect_end(&mut vm);
     network.expect_silence();
     drop(silent);
+}
+
+#[test]
+fn keepers_that_come_and_leave_change_nothing_of_a_grace_and_a_failover_finds_its_protection() {
+    let scene = Scene::with(options(1 << 20, SOON));
+    let (mut vm, mut network) = scene.connected();
+    let id = Uuid::new_v4();
+    let keeper = scene.keeper_of(id);
+    keeper.seal(0).unwrap();
+    vm.send(b"known");
+    keeper.seal(1).unwrap();
+    drop(keeper);
+    scene.wait_notice("the keeper is gone");
+    vm.send(b"unknown");
+    // Their protections are refused elsewhere, before they have begun.
+    for _ in 0..3 {
+        scene.keeper().abort(0).unwrap();
+    }
+    let hasty = scene.keeper();
+    hasty.commit(1).unwrap();
+    assert!(hasty.seal(2).is_err());
+    let next = scene.keeper();
+    network.expect_silence();
+    assert_eq!(fence(&scene, id, 1), own());
+    assert_eq!(network.frame(), b"known");
+    expect_end(&mut vm);
+    // It may be of the VM that was fenced.
+    let error = next.seal(0).unwrap_err().to_string();
+    assert!(error.contains("was failed over"), "{error}");
+    network.expect_silence();
+}
+
+#[test]
+fn a_protection_that_begins_in_the_grace_of_another_one_takes_its_place() {
+    let scene = Scene::with(options(1 << 20, SOON));
+    let (mut vm, mut network) = scene.connected();
+    let (first, second) = (Uuid::new_v4(), Uuid::new_v4());
+    let keeper = scene.keeper_of(first);
+    keeper.seal(0).unwrap();
+    drop(keeper);
+    scene.wait_notice("the keeper is gone");
+    vm.send(b"held");
+    let keeper = scene.keeper_of(second);
+    keeper.seal(0).unwrap();
+    vm.send(b"known");
+    keeper.seal(1).unwrap();
+    keeper.commit(1).unwrap();
+    assert_eq!(network.frame(), b"known");
+    assert_eq!((query(&scene, first), query(&scene, second)), (GateFence::Unknown, own()));
+}
+
+#[test]
+fn sealed_frames_of_a_vm_that_died_with_its_keeper_leave_when_a_failover_has_their_checkpoint() {
+    let scene = Scene::with(options(1 << 20, SOON));
+    let (mut vm, mut network) = scene.connected();
+    let id = Uuid::new_v4();
+    let keeper = scene.keeper_of(id);
+    keeper.seal(0).unwrap();
+    vm.send(b"known");
+    keeper.seal(1).unwrap();
+    vm.send(b"of the next checkpoint");
+    keeper.seal(2).unwrap();
+    drop(keeper);
+    scene.wait_notice("the keeper is gone");
+    vm.send(b"unsealed");
+    drop(vm);
+    scene.wait_notice("output leaves at once");
+    network.expect_silence();
+    assert_eq!(fence(&scene, id, 1), own());
+    assert_eq!(network.frame(), b"known");
+    network.expect_silence();
+}
+
+#[test]
+fn a_vm_that_cannot_be_identified_is_refused_when_one_was_failed_over() {
+    let scene = Scene::new();
+    let (mut vm, mut network) = scene.connected();
+    let id = Uuid::new_v4();
+    let keeper = scene.keeper_of(id);
+    keeper.seal(0).unwrap();
+    assert_eq!(fence(&scene, id, 0), own());
+    expect_end(&mut vm);
+    // The next descriptor is the VM's, and the one after it the gate's: none is left for its process.
+    let open = || File::open("/dev/null").unwrap();
+    let last = [open(), open()].map(|file| file.as_raw_fd())[1];
+    let limits = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: u64::try_from(last + 1).ok(), ..limits.clone() }).unwrap();
+    let mut again = scene.vm();
+    let _ = again.stream.write_all(&framed(b"it is back"));
+    expect_end(&mut again);
+    setrlimit(Resource::Nofile, limits).unwrap();
+    scene.wait_notice("a process that cannot be identified is refused");
+    network.expect_silence();
+}
+
+#[test]
+fn a_keeper_of_another_vm_than_the_one_that_is_connected_is_refused() {
+    let scene = Scene::new();
+    let pid = std::process::id();
+    let of = |vm| GateKeeper { protection: Uuid::new_v4(), vm: Some(vm) };
+    let connect = |keeper| GateClient::connect(&scene.keeper_socket(), SOON, keeper);
+    // No VM is connected when it comes.
+    let early = connect(of(pid + 1)).unwrap();
+    assert!(!early.has_vm());
+    let (mut vm, mut network) = scene.connected();
+    let error = early.seal(0).unwrap_err().to_string();
+    assert!(error.contains(&format!("of another VM: process {pid}")), "{error}");
+    let refused = connect(of(pid + 1)).unwrap_err();
+    assert!(matches!(refused, GateError::OtherVm { process, .. } if process == pid), "{refused:?}");
+    vm.send(b"free");
+    assert_eq!(network.frame(), b"free");
+    let keeper = connect(of(pid)).unwrap();
+    assert!(keeper.has_vm());
+    keeper.seal(0).unwrap();
 }
