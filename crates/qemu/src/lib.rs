@@ -62,8 +62,8 @@ pub use conflict::{Conflict, DiskConflict, JobOption, MissingPermission, Rendezv
 pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
 pub use detached::{IncomingFrom, launch_detached};
 pub use disk_server::{
-    DroppedDisk, EpochDisks, drop_after as drop_disks_after, find_unfenced_disks,
-    refuse_changed as refuse_changed_disks,
+    DroppedDisk, EpochDisks, check_droppable as check_droppable_disks, drop_after as drop_disks_after,
+    find_unfenced_disks, refuse_changed as refuse_changed_disks,
 };
 pub use file_identity::{FileId, is_same_file};
 pub use guest_agent::{AgentAnswers, ClockSet, GuestAgentError, GuestClock, TooManyBytes};
@@ -79,7 +79,7 @@ pub use mapping::{
     BlockPages, BlockPlace, MappedCommandLine, MappedRecording, MappedVm, MappedVmError, Mapper, Mappers,
     MemoryConflict, NotMapping, check_snapshot_not_shared, name_memory_backend, prove_mapping, rewrite_for_mapping,
 };
-pub use overlays::{EpochOverlays, bring_overlays, find_overlay_ledger, merge_overlays};
+pub use overlays::{EpochOverlays, bring_overlays, check_bringable_overlays, find_overlay_ledger, merge_overlays};
 pub use process::{Liveness, ProcessIdentity};
 pub use restore::{
     LazyReport, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RestoreRequest,

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use limosa_console::{anyhow_error_line, say};
 use limosa_protect::{give_back, has_survivor, take_over};
-use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, SnapshotError};
+use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Snapshot, SnapshotError};
 
 use super::fence::{Fence, run_command};
 use crate::args::{DisksArg, FailoverArgs, RunArgs};
@@ -23,6 +23,8 @@ use crate::run;
 const KEEPER_WITHIN: Duration = Duration::from_secs(10);
 /// How often it is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How long a keeper is watched whose VM a command would end.
+const WATCHED_FOR: Duration = Duration::from_secs(3);
 
 pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let snapshot = args.directory.join(CHECKPOINT_NAME);
@@ -31,18 +33,24 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     }
     // Before anything is fenced: it would be the survivor. A keeper may be replacing the checkpoint at this moment.
     refuse_survivor(&args.directory, has_survivor(&args.directory).unwrap_or(false))?;
-    if let Some(command) = &args.fence {
-        run_command(command)?;
-    }
-    let directory = newest(&args.directory)?;
-    // Another failover may have been faster.
-    refuse_survivor(&args.directory, has_survivor(&args.directory)?)?;
     let servers = args.how.disk_server.as_slice();
     let fence = Fence {
         gates: &args.gate,
         disk_servers: (args.how.disks == DisksArg::Check).then_some(servers),
         is_off: args.fenced || args.fence.is_some(),
     };
+    if let Some(command) = &args.fence {
+        refuse_progress(&args.directory)?;
+        // A keeper that still has the directory may change it at this moment.
+        fence.look(&snapshot).or_else(|_| {
+            thread::sleep(LOOK_EVERY);
+            fence.look(&snapshot)
+        })?;
+        run_command(command)?;
+    }
+    let directory = newest(&args.directory)?;
+    // Another failover may have been faster.
+    refuse_survivor(&args.directory, has_survivor(&args.directory)?)?;
     let fenced_by = fence.close(&snapshot)?;
     if verbose > 0 && !fenced_by.is_empty() {
         say!("limosa: the protected VM is refused by {}", fenced_by.join(", "));
@@ -73,6 +81,33 @@ fn refuse_survivor(directory: &Path, has_survivor: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Refuses a directory in which checkpoints are still kept: its VM runs, and a fence would end it. A keeper that hangs,
+/// or waits for a VM that does, keeps none.
+fn refuse_progress(directory: &Path) -> anyhow::Result<()> {
+    let newest = || {
+        // It is replaced now and then.
+        let snapshot = Snapshot::open(&directory.join(CHECKPOINT_NAME)).ok()?;
+        snapshot.manifest().map(|manifest| (manifest.protection, manifest.checkpoint))
+    };
+    let (begun, mut first) = (Instant::now(), newest());
+    while begun.elapsed() < WATCHED_FOR && CheckpointDirectory::is_kept(directory)? {
+        thread::sleep(LOOK_EVERY);
+        let now = newest();
+        first = first.or(now);
+        if now.is_some() && now != first {
+            return Err(still_kept(directory));
+        }
+    }
+    Ok(())
+}
+
+fn still_kept(directory: &Path) -> anyhow::Error {
+    anyhow::anyhow!(
+        "{}: a limosa still keeps checkpoints here, so the protected VM runs: end its protection first",
+        directory.display()
+    )
+}
+
 /// Returns the directory once no keeper can replace its checkpoint.
 fn newest(directory: &Path) -> anyhow::Result<CheckpointDirectory> {
     let begun = Instant::now();
@@ -80,10 +115,7 @@ fn newest(directory: &Path) -> anyhow::Result<CheckpointDirectory> {
         match CheckpointDirectory::open(directory) {
             Ok(directory) => return Ok(directory),
             Err(SnapshotError::Locked { .. }) if begun.elapsed() < KEEPER_WITHIN => thread::sleep(LOOK_EVERY),
-            Err(SnapshotError::Locked { .. }) => bail!(
-                "{}: a limosa still keeps checkpoints here, so the protected VM runs: end its protection first",
-                directory.display()
-            ),
+            Err(SnapshotError::Locked { .. }) => return Err(still_kept(directory)),
             Err(error) => return Err(error.into()),
         }
     }

@@ -1,7 +1,9 @@
 //! Fencing: the old VM is refused, or off, before another one continues.
 //!
-//! Law: **at most one side runs the VM.** The user says that the VM is off, or gives a command that makes sure of it; or
-//! everything by which it reaches the world refuses it: the gates of its networks and the servers of its disks.
+//! Law: **at most one side runs the VM.** The user says that the VM is off, or gives a command that makes sure of it;
+//! or everything by which it reaches the world refuses it: the gates of its networks and the servers of its disks.
+//!
+//! Law: **a failover that is refused leaves the VM alone.** All are asked before the first of them is told.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -9,8 +11,10 @@ use std::process::Command;
 
 use anyhow::{Context as _, bail};
 use limosa_protect::find_uncovered;
-use limosa_protect::gate::{GateFence, fence_gate};
-use limosa_qemu::{DroppedDisk, bring_overlays, drop_disks_after, find_unfenced_disks, refuse_changed_disks};
+use limosa_protect::gate::{GateFence, fence_gate, query_gate};
+use limosa_qemu::{
+    DroppedDisk, bring_overlays, check_bringable_overlays, check_droppable_disks, drop_disks_after, find_unfenced_disks,
+};
 use limosa_snapshot::{Manifest, Snapshot};
 
 use super::gate::ANSWER_WITHIN;
@@ -37,17 +41,42 @@ pub(super) struct Fence<'a> {
 }
 
 impl Fence<'_> {
+    /// Asks everything that fences the VM of a checkpoint, and brings its disks to it, whether it would. Nothing
+    /// changes: the VM may be healthy.
+    ///
+    /// # Errors
+    /// The VM is not known to be off, and not everything would refuse it; a disk cannot be brought to the checkpoint; a
+    /// gate or a server does not answer.
+    pub(super) fn look(self, snapshot: &Path) -> anyhow::Result<()> {
+        let snapshot = Snapshot::open(snapshot)?;
+        match snapshot.manifest() {
+            Some(manifest) => self.look_at(manifest),
+            None => self.check(&Manifest::new()),
+        }
+    }
+
     /// Fences the VM of a checkpoint and brings its disks to it. Returns what refuses the VM, for people.
     ///
     /// # Errors
-    /// The VM is not known to be off, and not everything refuses it: nothing has changed then. A gate or a server
-    /// fails.
+    /// As of [`look`](Self::look): nothing has changed then. A gate or a server fails.
     pub(super) fn close(self, snapshot: &Path) -> anyhow::Result<Vec<String>> {
+        self.look(snapshot)?;
         let snapshot = Snapshot::open(snapshot)?;
-        let Some(manifest) = snapshot.manifest() else {
-            self.check(&Manifest::new())?;
-            return Ok(Vec::new());
-        };
+        let Some(manifest) = snapshot.manifest() else { return Ok(Vec::new()) };
+        let mut closed = Vec::new();
+        if let Err(error) = self.fence(manifest, &mut closed) {
+            if closed.is_empty() {
+                return Err(error);
+            }
+            // A fence is not taken back: another failover may rely on it.
+            return Err(
+                error.context(format!("repeat the failover: the VM is refused already by {}", closed.join(", ")))
+            );
+        }
+        Ok(closed)
+    }
+
+    fn look_at(self, manifest: &Manifest) -> anyhow::Result<()> {
         if let (Some([]), [disk, ..]) = (self.disk_servers, manifest.protected_disks.as_slice()) {
             bail!(
                 "the checkpoint has the disk {} ({}), which the server at {} served: give --disk-server, or --disks ignore",
@@ -57,18 +86,33 @@ impl Fence<'_> {
             );
         }
         self.check(manifest)?;
-        let mut closed = self.close_gates(manifest)?;
+        for gate in self.gates {
+            self.check_gate(gate, query_gate(gate, ANSWER_WITHIN, manifest.protection.unwrap_or_default())?)?;
+        }
         if let Some(servers) = self.disk_servers {
             let epoch = manifest.checkpoint.unwrap_or(0);
-            if !manifest.overlaid_disks.is_empty() {
-                // What is merged does not come back if the other disks cannot be brought to the checkpoint.
-                refuse_changed_disks(&manifest.protected_disks, epoch, servers)?;
+            check_bringable_overlays(&manifest.overlaid_disks, epoch)?;
+            check_droppable_disks(&manifest.protected_disks, epoch, servers)?;
+        }
+        Ok(())
+    }
+
+    /// Has everything refuse the VM, which is then in `closed`. The disks come last, as nothing takes their drop back.
+    fn fence(self, manifest: &Manifest, closed: &mut Vec<String>) -> anyhow::Result<()> {
+        let epoch = manifest.checkpoint.unwrap_or(0);
+        for gate in self.gates {
+            let fenced = fence_gate(gate, ANSWER_WITHIN, manifest.protection.unwrap_or_default(), epoch)?;
+            self.check_gate(gate, fenced)?;
+            if let GateFence::Refused(process) = fenced {
+                closed.push(format!("the gate at {}{}", gate.display(), processes(process.as_slice())));
             }
+        }
+        if let Some(servers) = self.disk_servers {
             bring_overlays(&manifest.overlaid_disks, epoch)?;
             let dropped = drop_disks_after(&manifest.protected_disks, epoch, servers, !self.is_off)?;
             closed.extend(dropped.iter().map(server_line));
         }
-        Ok(closed)
+        Ok(())
     }
 
     /// Checks that everything will refuse a VM that is not known to be off.
@@ -95,27 +139,20 @@ impl Fence<'_> {
         );
     }
 
-    /// Has the gates refuse the VM.
-    fn close_gates(self, manifest: &Manifest) -> anyhow::Result<Vec<String>> {
-        let mut closed = Vec::new();
-        for gate in self.gates {
-            let protection = manifest.protection.unwrap_or_default();
-            let place = gate.display();
-            match fence_gate(gate, ANSWER_WITHIN, protection, manifest.checkpoint.unwrap_or(0))? {
-                GateFence::Refused(pid) => closed.push(format!("the gate at {place}{}", processes(pid.as_slice()))),
-                _ if self.is_off => {}
-                GateFence::Unidentified => {
-                    bail!(
-                        "the gate at {place} cannot tell the protected VM from its survivor; say --fenced if it is off"
-                    )
-                }
-                _ => bail!(
-                    "the gate at {place} has not held output of this protection, or was started since; say --fenced if the \
-                     protected VM is off"
-                ),
+    /// Checks that a gate refuses a VM that is not known to be off.
+    fn check_gate(self, gate: &Path, fenced: GateFence) -> anyhow::Result<()> {
+        let place = gate.display();
+        match fenced {
+            GateFence::Refused(_) => Ok(()),
+            _ if self.is_off => Ok(()),
+            GateFence::Unidentified => {
+                bail!("the gate at {place} cannot tell the protected VM from its survivor; say --fenced if it is off")
             }
+            _ => bail!(
+                "the gate at {place} has not held output of this protection, or was started since; say --fenced if the \
+                 protected VM is off"
+            ),
         }
-        Ok(closed)
     }
 }
 

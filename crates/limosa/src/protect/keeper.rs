@@ -96,11 +96,13 @@ fn expect_reconnection(command: &[OsString]) -> anyhow::Result<()> {
 fn fence(args: &KeeperArgs) -> Result<(), VmError> {
     let is_off = args.fenced || args.fence.is_some();
     let fence = Fence { gates: &args.gate, disk_servers: Some(&args.disk_server), is_off };
+    let snapshot = args.directory.join(CHECKPOINT_NAME);
     let close = || {
         if let Some(command) = &args.fence {
+            fence.look(&snapshot)?;
             run_command(command)?;
         }
-        fence.close(&args.directory.join(CHECKPOINT_NAME))
+        fence.close(&snapshot)
     };
     let fenced_by = close().map_err(|error| anyhow_error_line(&error))?;
     if !fenced_by.is_empty() {

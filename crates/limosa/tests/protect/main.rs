@@ -31,6 +31,7 @@ mod hung;
 mod losses;
 mod overlaid;
 mod refusals;
+mod refused;
 mod remote;
 mod remote_disks;
 mod seen;

@@ -84,7 +84,10 @@ fn a_failover_without_fencing_or_without_a_checkpoint_is_refused() {
     }
     std::fs::create_dir(kept).unwrap();
     std::fs::write(scene.checkpoint(), "").unwrap();
-    let fence = limosa(["protect", "failover", "--fence", "exit 3", kept, "--", "qemu-system-x86_64"]);
-    fence.one_line(&["limosa: `exit 3`, the fence command, failed (exit status: 3)"]);
+    let ran = scene.path("ran");
+    let command = format!("touch {}", ran.display());
+    let fence = limosa(["protect", "failover", "--fence", &command, kept, "--", "qemu-system-x86_64"]);
+    fence.one_line(&[text(&scene.checkpoint())]);
+    assert!(!ran.exists(), "the VM was fenced, and cannot be continued");
     assert_eq!(names(&scene.kept()), ["checkpoint.limosa"]);
 }

@@ -214,12 +214,12 @@ pub(crate) fn end_epochs(record: &ServedEpochs, within: Duration) -> Result<(), 
 /// Checks that a disk's server answers and still has it.
 ///
 /// # Errors
-/// It does not: the disk can only become as of its newest checkpoint.
+/// It does not: the disk can only be brought to its newest checkpoint.
 pub(crate) fn check_served(record: &ServedEpochs) -> Result<(), JobError> {
     keeper_of(&DiskServer::connect(Path::new(&record.control))?, &record.export).map(drop)
 }
 
-/// A disk that is as of a checkpoint.
+/// A disk that was brought to a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DroppedDisk {
@@ -230,7 +230,7 @@ pub struct DroppedDisk {
     pub refused: Vec<u32>,
 }
 
-/// Has the disks of a checkpoint as of it, on their servers: what the VM wrote later is dropped, or was when a server
+/// Brings the disks of a checkpoint to it, on their servers: what the VM wrote later is dropped, or was when a server
 /// that had been killed was started again. The servers refuse the VM from now on, as far as they recognize it; with
 /// `fence` it is not known to be off, and they must. `controls`: the servers' control sockets.
 ///
@@ -244,6 +244,16 @@ pub fn drop_after(
     fence: bool,
 ) -> Result<Vec<DroppedDisk>, JobError> {
     disks.iter().map(|disk| drop_one(disk, epoch, controls, fence)).collect()
+}
+
+/// Checks that the disks of a checkpoint can be [brought](drop_after) to it, and changes nothing. `controls`: the
+/// servers' control sockets.
+///
+/// # Errors
+/// A disk is served by none of them; it is as of another instant, or was written since.
+pub fn check_droppable(disks: &[ProtectedDisk], epoch: u64, controls: &[PathBuf]) -> Result<(), JobError> {
+    let check = |disk| if protecting(disk, controls).is_some() { Ok(()) } else { check_one(disk, epoch, controls) };
+    disks.iter().try_for_each(check)
 }
 
 /// Returns the disks of a checkpoint whose servers would not recognize the VM when it comes back. `controls`: the
@@ -317,7 +327,7 @@ fn check_one(disk: &ProtectedDisk, epoch: u64, controls: &[PathBuf]) -> Result<(
             Err(error) => verdicts.push(Verdict::Later(error.to_string())),
         }
     }
-    if verdicts.contains(&Verdict::AsOf) {
+    if verdicts.contains(&Verdict::AtCheckpoint) {
         return Ok(());
     }
     if controls.is_empty() {
@@ -336,8 +346,8 @@ fn asked(disk: &ProtectedDisk, control: &Path) -> Result<(DiskServer, Value), Jo
 /// The state of a disk on a server, compared with a checkpoint.
 #[derive(Debug, PartialEq, Eq)]
 enum Verdict {
-    /// It is as of the checkpoint, and was not written since.
-    AsOf,
+    /// It is that of the checkpoint, and was not written since.
+    AtCheckpoint,
     /// It is protected still: its epochs can be dropped.
     Protected,
     /// It is not, and why.
@@ -349,7 +359,7 @@ impl Verdict {
         let recovered = found.get("recovered").filter(|_| log_of(found, "recovered") == Some(disk.log));
         let is = |key: &str| recovered.and_then(|recovered| recovered.get(key));
         match (is("epoch").and_then(Value::as_u64), is("written").and_then(Value::as_bool)) {
-            (Some(found), Some(false)) if found == epoch => Self::AsOf,
+            (Some(found), Some(false)) if found == epoch => Self::AtCheckpoint,
             (Some(found), Some(false)) => Self::Later(format!("it is as of checkpoint {found}")),
             (Some(_), _) => Self::Later("it was written since".to_owned()),
             (None, _) if log_of(found, "protection") == Some(disk.log) => Self::Protected,
@@ -361,7 +371,7 @@ impl Verdict {
 fn changed(disk: &ProtectedDisk, epoch: u64, verdicts: &[Verdict]) -> JobError {
     let reasons = verdicts.iter().map(|verdict| match verdict {
         Verdict::Later(why) => why,
-        Verdict::AsOf | Verdict::Protected => "it has what the VM wrote since",
+        Verdict::AtCheckpoint | Verdict::Protected => "it has what the VM wrote since",
     });
     JobError::other_instant(&disk.device, &disk.path, epoch, &reasons.collect::<Vec<_>>().join("; "))
 }

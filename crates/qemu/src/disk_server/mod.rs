@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::job::JobError;
 use crate::qmp::{MonitorAddress, Options, Qmp, QmpError};
-pub use epochs::{DroppedDisk, EpochDisks, drop_after, find_unfenced_disks, refuse_changed};
+pub use epochs::{DroppedDisk, EpochDisks, check_droppable, drop_after, find_unfenced_disks, refuse_changed};
 pub(crate) use epochs::{check as check_epochs, check_served, end_epochs};
 pub(crate) use find::{Remote, Served, find, is_nbd};
 

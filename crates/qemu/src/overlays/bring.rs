@@ -46,6 +46,14 @@ pub fn bring(disks: &[OverlaidDisk], epoch: u64) -> Result<(), JobError> {
     disks.iter().try_for_each(|disk| bring_one(disk, epoch).map_err(|why| conflict(disk, epoch, &why)))
 }
 
+/// Checks that the disks of a checkpoint can be [brought](bring) to it, and changes nothing.
+///
+/// # Errors
+/// A disk is as of another instant, or was written since.
+pub fn check_bringable(disks: &[OverlaidDisk], epoch: u64) -> Result<(), JobError> {
+    disks.iter().try_for_each(|disk| look(disk, epoch).map(drop).map_err(|why| conflict(disk, epoch, &why)))
+}
+
 /// Checks that the disks of a checkpoint are as of it, and that nobody has written to them since.
 ///
 /// # Errors

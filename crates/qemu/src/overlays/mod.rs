@@ -41,6 +41,7 @@ use ledger::{ImageState, Ledger};
 
 pub use bring::bring as bring_overlays;
 pub(crate) use bring::check as check_overlays;
+pub use bring::check_bringable as check_bringable_overlays;
 pub use live::EpochOverlays;
 pub use merge::merge_overlays;
 pub(crate) use undo::undo as undo_chain;
