@@ -45,7 +45,9 @@ impl Exports {
 
     /// Returns the export with a name, for a client that is not refused there.
     pub(crate) fn find_for(&self, name: &str, peer: &Peer) -> Option<Arc<Export>> {
-        if self.refuses(name, peer) { None } else { self.find(name) }
+        // In this order: an export that takes the place of a dropped one is found only after the refusal was added.
+        let found = self.find(name);
+        found.filter(|_| !self.refuses(name, peer))
     }
 
     /// Whether a client is refused at an export.
@@ -114,6 +116,29 @@ mod tests {
     fn export(name: &str) -> Result<Export, ExportError> {
         let disk = Raw::open(Arc::new(MemoryStorage::with_contents(vec![0; 4096], 4096)), &RawOptions::default())?;
         Export::new(name, disk)
+    }
+
+    #[test]
+    fn a_client_that_is_refused_meanwhile_does_not_find_the_export_that_takes_the_place_of_its_own() {
+        let (near, _far) = std::os::unix::net::UnixStream::pair().unwrap();
+        let peer = Arc::new(Peer::of(std::os::fd::AsFd::as_fd(&near)));
+        let mut peers = VmPeers::default();
+        peers.add(&peer);
+        for _ in 0..500 {
+            let exports = Exports::new();
+            let (old, next) = (exports.add(export("vm").unwrap()).unwrap(), export("vm").unwrap());
+            std::thread::scope(|scope| {
+                let looking = scope.spawn(|| {
+                    while let Some(found) = exports.find_for("vm", &peer) {
+                        assert!(Arc::ptr_eq(&found, &old), "the VM that was dropped has its survivor's disk");
+                    }
+                });
+                exports.refuse("vm", &peers, true);
+                exports.forget(&old);
+                exports.add(next).unwrap();
+                looking.join().unwrap();
+            });
+        }
     }
 
     #[test]

@@ -1,15 +1,16 @@
 //! Who is at the other end of a connection, and who is refused.
 //!
 //! Law: **a VM that was dropped does not come back to its disk, and nobody else is taken for it.** A process that has
-//! connected to a unix socket is recognized for as long as it lives. Over TCP there is no process: what came from
-//! another host is recognized as that, since none of its connections ever looks like one of this host.
+//! connected to a unix socket is recognized for as long as it lives. One that cannot be identified, as descriptors are
+//! short for example, may be any: it is refused while a process lives that is. Over TCP there is no process: what came
+//! from another host is recognized as that, since none of its connections ever looks like one of this host.
 
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use limosa_socket::PeerProcess;
-use rustix::net::{SocketAddrAny, getpeername, getsockname};
+use rustix::net::{AddressFamily, SocketAddrAny, getpeername, getsockname};
 
 /// Processes of which those that have ended are forgotten.
 const PROCESSES: usize = 64;
@@ -19,6 +20,8 @@ const PROCESSES: usize = 64;
 pub(crate) enum Peer {
     /// A process of this host.
     Process(PeerProcess),
+    /// Some process at a unix socket.
+    Unidentified,
     /// Some process of another host, or of a container with an address of its own.
     OtherHost,
     /// Some process.
@@ -31,7 +34,11 @@ impl Peer {
         if let Ok(process) = PeerProcess::of(socket) {
             return Self::Process(process);
         }
-        let ends = getpeername(socket).ok().flatten().zip(getsockname(socket).ok());
+        let own = getsockname(socket).ok();
+        if own.as_ref().is_some_and(|own| own.address_family() == AddressFamily::UNIX) {
+            return Self::Unidentified;
+        }
+        let ends = getpeername(socket).ok().flatten().zip(own);
         let ends = ends.and_then(|(peer, own)| Some((address(&peer)?, address(&own)?)));
         ends.map_or(Self::Unknown, |(peer, own)| Self::at(peer, own))
     }
@@ -67,7 +74,7 @@ impl VmPeers {
             }
             Peer::Process(_) => {}
             Peer::OtherHost => self.other_hosts = true,
-            Peer::Unknown => self.unknown = true,
+            Peer::Unidentified | Peer::Unknown => self.unknown = true,
         }
     }
 
@@ -81,12 +88,16 @@ impl VmPeers {
         self.processes.iter().any(|peer| matches!(&**peer, Peer::Process(known) if known.is(process)))
     }
 
+    fn has_live_process(&self) -> bool {
+        self.processes.iter().any(|peer| matches!(&**peer, Peer::Process(known) if known.is_alive()))
+    }
+
     /// Returns the numbers of the processes of this host that have one here.
     #[must_use]
     pub fn pids(&self) -> Vec<u32> {
         let pid = |peer: &Arc<Peer>| match &**peer {
             Peer::Process(process) => process.pid(),
-            Peer::OtherHost | Peer::Unknown => None,
+            Peer::Unidentified | Peer::OtherHost | Peer::Unknown => None,
         };
         self.processes.iter().filter_map(pid).collect()
     }
@@ -122,6 +133,7 @@ impl Refusals {
     pub(crate) fn has(&self, export: &str, peer: &Peer) -> bool {
         let is_its = |peers: &VmPeers| match peer {
             Peer::Process(process) => peers.has(process),
+            Peer::Unidentified => peers.has_live_process(),
             Peer::OtherHost => peers.other_hosts,
             Peer::Unknown => false,
         };
@@ -132,8 +144,10 @@ impl Refusals {
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};
-    use std::os::fd::AsFd as _;
+    use std::os::fd::{AsFd as _, AsRawFd as _};
     use std::os::unix::net::UnixStream;
+
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
     use super::*;
 
@@ -151,6 +165,25 @@ mod tests {
         assert!(matches!(Peer::of(accepted.as_fd()), Peer::Unknown));
         let (read, _write) = std::io::pipe().unwrap();
         assert!(matches!(Peer::of(read.as_fd()), Peer::Unknown));
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_identified_is_refused_while_a_process_lives_that_is() {
+        let (near, _far) = UnixStream::pair().unwrap();
+        let open = || std::fs::File::open("/dev/null").unwrap();
+        let free = open().as_raw_fd();
+        let limits = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: u64::try_from(free).ok(), ..limits.clone() }).unwrap();
+        let peer = Peer::of(near.as_fd());
+        setrlimit(Resource::Nofile, limits).unwrap();
+        assert!(matches!(peer, Peer::Unidentified), "{peer:?}");
+        let (mut refusals, mut peers) = (Refusals::default(), VmPeers::default());
+        assert!(!refusals.has("vm", &peer));
+        refusals.add("vm", &VmPeers { unknown: true, ..VmPeers::default() }, true);
+        assert!(!refusals.has("vm", &peer), "its user has said that it is off");
+        peers.add(&of_this_process());
+        refusals.add("vm", &peers, true);
+        assert!(refusals.has("vm", &peer) && !refusals.has("other", &peer));
     }
 
     #[test]

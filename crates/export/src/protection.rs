@@ -225,8 +225,8 @@ impl Exports {
     ///
     /// # Errors
     /// [`ExportError::NotFound`]; [`ExportError::Unrecognized`], with `fence`; as of [`Export::seal_epoch`]; there is
-    /// no such epoch: nothing has changed then. The
-    /// image or the log fails: requests fail from then on, and dropping can be tried again.
+    /// no such epoch: nothing has changed then. The image or the log fails: requests fail from then on, and dropping
+    /// can be tried again.
     pub fn drop_after(
         &self,
         name: &str,
@@ -235,21 +235,67 @@ impl Exports {
     ) -> Result<VmPeers, ExportError> {
         let export = self.find(name).ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
         let (disk, _) = export.protected_by(keeper)?;
-        let recognized = || {
-            let peers = export.protection().map(|status| status.peers).unwrap_or_default();
-            let is_unsure = fence && !peers.are_recognized();
-            if is_unsure { Err(ExportError::Unrecognized(name.to_owned())) } else { Ok(peers) }
-        };
-        recognized()?;
+        let peers = || export.protection().map(|status| status.peers).unwrap_or_default();
+        if fence && !peers().are_recognized() {
+            return Err(ExportError::Unrecognized(name.to_owned()));
+        }
         // First of all: nothing that a client sends from now on has an effect.
         block_on(disk.drop_after(epoch))?;
-        // Nobody writes any more, so nobody is added.
-        let peers = recognized()?;
+        // With those who have written until just now. There is no way back: one of them that is not recognized is cut
+        // off, and what it wrote is gone.
+        let peers = peers();
         self.refuse(name, &peers, fence);
         self.forget(&export);
         export.end_clients(Access::Cut);
         cut_devices(&export);
         export.close_dropped()?;
         Ok(peers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+    use std::os::unix::net::UnixStream;
+
+    use limosa_image::raw::{Raw, RawOptions};
+    use limosa_storage::MemoryStorage;
+    use limosa_storage::testing::RequestHolder;
+
+    use super::*;
+    use crate::counters::{Outcome, RequestKind};
+    use crate::peer::Peer;
+
+    #[test]
+    fn a_writer_that_appears_while_writes_are_dropped_does_not_make_that_fail() {
+        let image = Arc::new(MemoryStorage::with_contents(vec![0; 4096], 4096));
+        let exports = Exports::new();
+        let export = Export::new("vm", Raw::open(image, &RawOptions::default()).unwrap()).unwrap();
+        let export = exports.add(export).unwrap();
+        let (near, _far) = UnixStream::pair().unwrap();
+        let vm = export.clients().join(Arc::new(Peer::of(near.as_fd())));
+        let holder = RequestHolder::new();
+        holder.release_all();
+        let log = holder.wrap(Arc::new(MemoryStorage::growing_to(1 << 20)));
+        let within = Duration::from_secs(60);
+        export.protect("k", || Ok::<_, ExportError>(log), &EpochOptions::default(), within).unwrap();
+        drop(vm);
+        export.seal_epoch("k", 1).unwrap();
+        holder.hold_again();
+        thread::scope(|scope| {
+            let dropping = scope.spawn(|| exports.drop_after("vm", ("k", 1, true), |_| {}));
+            while holder.waiting().is_empty() {
+                assert!(!dropping.is_finished());
+                thread::yield_now();
+            }
+            // Its server cannot tell it from others.
+            let late = export.clients().join(Arc::new(Peer::Unknown));
+            let (kind, time) = (RequestKind::Write, Duration::ZERO);
+            late.count(&mut vec![Outcome { kind, length: 512, failed: false, time }]);
+            drop(late);
+            holder.release_all();
+            dropping.join().unwrap().unwrap();
+        });
+        assert!(exports.find("vm").is_none());
     }
 }
