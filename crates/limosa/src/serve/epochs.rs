@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 use anyhow::Context as _;
-use limosa_console::say;
+use limosa_console::{anyhow_error_line, say};
 use limosa_export::Export;
 use limosa_image::Format;
 use limosa_image::chain::Image;
@@ -20,8 +20,10 @@ use limosa_image::reference::Reference;
 use limosa_page::to_nanos;
 use limosa_storage::{FileOptions, FileStorage, Storage, block_on};
 use rustix::fs::{OFlags, unlink};
+use serde_json::{Value, json};
 
 use super::beside::log_of;
+use super::dropped;
 use super::overlay::folder_of;
 use super::wanted::{Recovery, Wanted};
 
@@ -38,6 +40,15 @@ impl Boot {
         let digits: String = fs::read_to_string(BOOT_ID).unwrap_or_default().replace('-', "");
         let word = |part: std::ops::Range<usize>| u64::from_str_radix(digits.get(part)?, 16).ok();
         Self(word(0..16).zip(word(16..32)).map_or([0; 2], |(first, second)| [first, second]))
+    }
+
+    pub(super) fn is_known(self) -> bool {
+        self.0 != [0; 2]
+    }
+
+    /// Returns it for a record.
+    pub(super) fn value(self) -> Value {
+        json!(self.0)
     }
 }
 
@@ -78,12 +89,52 @@ impl EpochLog {
         Ok(found.map(|(image, path)| Self { image, path }))
     }
 
+    /// Returns the epoch that a drop has left its image at, which was not written since.
+    pub(super) fn proved(wanted: &Wanted, boot: Boot) -> Option<Recovery> {
+        dropped::read(&Self::of(wanted).ok()??.image, boot)
+    }
+
+    /// Keeps what was proved of its image before that was opened, unless opening it has brought writes to it.
+    fn confirm(&self, wanted: &Wanted, image: &Image, proved: Option<Recovery>, boot: Boot) -> Option<Recovery> {
+        let is_unchanged = image.replayed() == 0 && image.repair_report().is_none();
+        if wanted.is_read_only() {
+            // A journal may have writes that the image has not.
+            return proved.filter(|_| is_unchanged && wanted.journals.is_none());
+        }
+        let proved = proved.filter(|_| is_unchanged);
+        match proved {
+            Some(recovery) => {
+                if dropped::read(&self.image, boot).is_none() {
+                    self.record(recovery, boot);
+                }
+            }
+            None => self.forget(),
+        }
+        proved
+    }
+
+    /// Records the epoch that its image is as of.
+    fn record(&self, recovery: Recovery, boot: Boot) {
+        if let Err(error) = dropped::write(&self.image, recovery, boot) {
+            let error = anyhow_error_line(&error);
+            say!("limosa: {error}: after a restart it is not known that this is the disk of a checkpoint");
+            self.forget();
+        }
+    }
+
+    fn forget(&self) {
+        if let Err(error) = dropped::remove(&self.image) {
+            tracing::warn!("{}", anyhow_error_line(&error));
+        }
+    }
+
     /// Creates it, durably: only its owner can read it.
     ///
     /// # Errors
     /// It exists, or the kernel's.
     pub(super) fn create(&self) -> anyhow::Result<Arc<dyn Storage>> {
         let path = self.path.display();
+        self.forget();
         let mut file = File::options();
         file.read(true).write(true).create_new(true).mode(0o600);
         let file = file.open(&self.path).with_context(|| path.to_string())?;
@@ -106,17 +157,23 @@ impl EpochLog {
     }
 }
 
-/// Brings the log of an image to it, if there is one, and removes it.
+/// Brings the log of an image to it, if there is one, and removes it. Returns the epoch that the image is as of, if
+/// that is known: `proved` is what was [known](EpochLog::proved) before it was opened.
 ///
 /// # Errors
 /// The image is only read; its VM was protected, and is not said to be off; the log cannot be brought to it.
-pub(super) fn bring(wanted: &Wanted, image: &Image, boot: Boot) -> anyhow::Result<Option<Recovery>> {
+pub(super) fn bring(
+    wanted: &Wanted,
+    image: &Image,
+    proved: Option<Recovery>,
+    boot: Boot,
+) -> anyhow::Result<Option<Recovery>> {
     let Some(log) = EpochLog::of(wanted)? else { return Ok(None) };
     let path = log.path.display();
     let mut file = File::options();
     file.read(true).write(!wanted.is_read_only()).custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
     let file = match file.open(&log.path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(log.confirm(wanted, image, proved, boot)),
         opened => opened.with_context(|| path.to_string())?,
     };
     let name = &wanted.source.name;
@@ -140,8 +197,14 @@ pub(super) fn bring(wanted: &Wanted, image: &Image, boot: Boot) -> anyhow::Resul
         Err(undecided @ EpochError::Undecided { .. }) => anyhow::bail!("{undecided}; say it with --epoch"),
         other => other?,
     };
+    let Recovered::Cut { epoch, .. } = recovered else {
+        log.remove()?;
+        return Ok(None);
+    };
+    let recovery = Recovery { log: found.log, epoch };
+    // Before the log goes: a server that is killed in between leaves one of them.
+    log.record(recovery, boot);
     log.remove()?;
-    let Recovered::Cut { epoch, .. } = recovered else { return Ok(None) };
     say!("limosa: {name}: it is as of epoch {epoch} of a protected VM");
-    Ok(Some(Recovery { log: found.log, epoch }))
+    Ok(Some(recovery))
 }

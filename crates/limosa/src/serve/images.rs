@@ -17,7 +17,7 @@ use limosa_storage::{Buffer, Operation, block_on};
 use parking_lot::Mutex;
 
 use super::beside::refuse_overlaid;
-use super::epochs::{self, Boot};
+use super::epochs::{self, Boot, EpochLog};
 use super::overlay;
 use super::wanted::Wanted;
 use crate::args::ServeArgs;
@@ -118,8 +118,10 @@ fn follow(wanted: &mut Wanted, boot: Boot) -> anyhow::Result<Image> {
     };
     *wanted = overlay::follow(Wanted { name: Some(name), ..wanted.clone() })?;
     refuse_overlaid(&named(&wanted.source)?.reference)?;
+    // To open it may change its times.
+    let proved = EpochLog::proved(wanted, boot);
     let image = wanted.open_image()?;
-    let checked = epochs::bring(wanted, &image, boot).and_then(|recovery| {
+    let checked = epochs::bring(wanted, &image, proved, boot).and_then(|recovery| {
         warn_of_header(wanted, &image)?;
         refuse_uncompressed(wanted, &image)?;
         Ok(recovery)

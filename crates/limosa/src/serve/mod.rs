@@ -7,6 +7,7 @@ mod address;
 pub(crate) mod beside;
 mod ctl;
 mod devices;
+mod dropped;
 mod ends;
 mod epochs;
 mod images;

@@ -280,6 +280,39 @@ fn a_vm_that_was_dropped_is_refused_at_its_socket_and_other_processes_are_not() 
 }
 
 #[test]
+fn a_server_that_is_started_again_after_a_drop_knows_the_epoch_until_the_disk_is_written() {
+    needs_qemu!();
+    for (format, is_killed) in [("raw", true), ("qcow2", false), ("qcow2", true)] {
+        let case = Case { format, blk: false };
+        let (bed, mut serving, mut vm) = protected(case);
+        let log = asked(&bed, &["list"])["exports"][0]["protection"]["log"].clone();
+        let recovered = || Keeper::new(&bed).say("query-export", json!({ "name": "" })).unwrap()["recovered"].clone();
+        ctl(&bed, &["drop", "", "1", "--serve-again", "--fence"]).success();
+        for is_written in [false, false, true] {
+            let expected = json!({ "log": log, "epoch": 1, "written": is_written });
+            if is_written {
+                vm.write(0, 9).unwrap();
+            }
+            // A request is counted after its reply.
+            wait_for("the epoch of the image", || (recovered() == expected).then_some(()));
+            if is_killed {
+                kill9(serving.pid()).unwrap();
+                drop((serving, vm));
+                bed.wait_unlocked("disk");
+            } else {
+                drop(vm);
+                serving.stop();
+            }
+            (serving, vm) = case.serve(&bed, &[]);
+        }
+        assert_eq!(recovered(), Value::Null, "{case:?}, killed: {is_killed}");
+        assert!(!bed.path("disk.dropped").exists());
+        drop(vm);
+        serving.stop();
+    }
+}
+
+#[test]
 fn a_front_end_that_was_dropped_is_refused_and_its_socket_serves_the_disk_again() {
     needs_qemu!();
     let case = Case { format: "qcow2", blk: true };
