@@ -12,7 +12,7 @@ use std::sync::Arc;
 use limosa_socket::PeerProcess;
 use rustix::net::{AddressFamily, SocketAddrAny, getpeername, getsockname};
 
-/// Processes of which those that have ended are forgotten.
+/// Processes; those that have ended are forgotten.
 const PROCESSES: usize = 64;
 
 /// The other end of a connection.
@@ -173,7 +173,7 @@ mod tests {
         let open = || std::fs::File::open("/dev/null").unwrap();
         let free = open().as_raw_fd();
         let limits = getrlimit(Resource::Nofile);
-        setrlimit(Resource::Nofile, Rlimit { current: u64::try_from(free).ok(), ..limits.clone() }).unwrap();
+        setrlimit(Resource::Nofile, Rlimit { current: u64::try_from(free).ok(), ..limits }).unwrap();
         let peer = Peer::of(near.as_fd());
         setrlimit(Resource::Nofile, limits).unwrap();
         assert!(matches!(peer, Peer::Unidentified), "{peer:?}");

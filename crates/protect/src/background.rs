@@ -225,8 +225,8 @@ impl<'a> Background<'a> {
         Ok(Snapshot { stream, begun, pause })
     }
 
-    /// Waits until the next checkpoint is due, or a gate is nearly full. A keeper elsewhere is told meanwhile that the VM
-    /// is there.
+    /// Waits until the next checkpoint is due, or a gate is nearly full. A keeper elsewhere is told meanwhile that the
+    /// VM is there.
     fn wait_due(&mut self, before: Instant, tell: Option<Tell<'_>>) -> Result<(), ProtectError> {
         let LocalVm { options, outputs, .. } = self.vm;
         // A time that does not fit has no end.

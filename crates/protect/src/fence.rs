@@ -1,7 +1,7 @@
 //! The parts of a VM that its gates and disk servers do not fence.
 //!
 //! Law: **what nobody is known to refuse is not covered.** A VM that hangs continues some day, and must find no network
-//! and no disk then. Gates and servers of disks refuse it; whatever it reaches without them needs its end.
+//! and no disk then. Gates and servers of disks refuse it; what it reaches without them ends with it alone.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -192,8 +192,8 @@ impl LocalVm<'_> {
         }
     }
 
-    /// Waits until the VM runs, and looks whether it has the same disks: a checkpoint would start one that was stopped. QEMU waits for its reply meanwhile, and
-    /// nothing else does.
+    /// Waits until the VM runs, and looks whether it has the same disks: a checkpoint would start one that was stopped.
+    /// QEMU waits for its reply meanwhile, and nothing else does.
     pub(crate) fn wait_running(&self, tell: Option<Tell<'_>>) -> Result<(), ProtectError> {
         let (mut noticed, mut told) = (false, None::<Instant>);
         loop {

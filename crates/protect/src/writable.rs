@@ -1,8 +1,8 @@
 //! The VM's writable disks, as they were when its protection began.
 //!
-//! Law: **a VM whose disks change is not protected any more.** A disk that comes later belongs to no checkpoint, and one
-//! of another size has overlays or a log of the size before. QEMU plugs no device while COLO lasts, but it puts media into
-//! drives and resizes disks, and between background snapshots it does everything.
+//! Law: **a VM whose disks change is not protected any more.** A disk that comes later belongs to no checkpoint, and
+//! one of another size has overlays or a log of the size before. QEMU plugs no device while COLO lasts, but it puts
+//! media into drives and resizes disks, and between background snapshots it does everything.
 
 use limosa_qemu::monitor::Monitor;
 

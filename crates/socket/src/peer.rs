@@ -46,8 +46,8 @@ impl PeerProcess {
     /// Asks the kernel for the process that has connected a socket.
     ///
     /// # Errors
-    /// It is no unix socket, or the process has ended and the kernel does not know it any more; or it cannot be told
-    /// apart from others: the kernel is older than Linux 6.9, and it is in another container.
+    /// It is no unix socket, or the process has ended and the kernel does not know it any more; or nothing tells it
+    /// from others: the kernel is older than Linux 6.9, and it is in another container.
     pub fn of(socket: BorrowedFd<'_>) -> io::Result<Self> {
         let pid = credentials(socket)?;
         let pidfd = match option(socket, PEER_PIDFD, -1) {

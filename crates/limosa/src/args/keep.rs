@@ -73,8 +73,8 @@ pub(crate) struct KeeperArgs {
     )]
     pub(crate) disk_server: Vec<PathBuf>,
 
-    /// Have the gate at this socket (see `limosa protect gate`) refuse the VM before a failover, if it runs on this host.
-    /// With one for each network, and --disk-server for each disk, neither --fence nor --fenced is needed
+    /// Have the gate at this socket (see `limosa protect gate`) refuse the VM before a failover, if it runs on this
+    /// host. With one for each network, and --disk-server for each disk, neither --fence nor --fenced is needed
     #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path), requires = "command")]
     pub(crate) gate: Vec<PathBuf>,
 

@@ -218,8 +218,8 @@ pub(crate) struct GateArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse::size, default_value = "64M")]
     pub(crate) limit: u64,
 
-    /// How long output is still held after limosa protect has died, in case the VM dies with it. Longer if a limosa keep
-    /// fails over by itself: until it has
+    /// How long output is still held after limosa protect has died, in case the VM dies with it. Longer if a limosa
+    /// keep fails over by itself: until it has
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "1s")]
     pub(crate) grace: Duration,
 

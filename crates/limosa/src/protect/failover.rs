@@ -1,8 +1,8 @@
 //! `limosa protect failover`: the VM continues from its newest checkpoint.
 //!
 //! Laws: **at most one side runs the VM.** A checkpoint says nothing about whether the protected VM still runs, so that
-//! is [fenced](Fence) first, and a VM that continues already is found by the record of its directory. **Memory and disks
-//! are of one instant**: disks that belong to the checkpoint are brought to it first.
+//! is [fenced](Fence) first, and a VM that continues already is found by the record of its directory. **Memory and
+//! disks are of one instant**: disks that belong to the checkpoint are brought to it first.
 
 use std::cell::Cell;
 use std::path::Path;

@@ -158,7 +158,7 @@ fn tell_event(event: &KeepEvent<'_>, args: &KeeperArgs) {
     }
 }
 
-/// What becomes of a VM that is lost.
+/// Says how a VM that is lost continues.
 fn after_loss(args: &KeeperArgs) -> String {
     match args.when_lost {
         _ if args.command.is_empty() => {

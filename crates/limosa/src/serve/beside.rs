@@ -28,7 +28,7 @@ pub(super) fn log_of(reference: &Reference) -> std::io::Result<Option<(PathBuf, 
 /// # Errors
 /// They are; the record of it cannot be read.
 pub(super) fn refuse_overlaid(reference: &Reference) -> anyhow::Result<()> {
-    // Whatever options name it: QEMU has one by its path.
+    // With any options: QEMU has one by its path.
     let Some(path) = reference.path() else { return Ok(()) };
     let image = std::path::absolute(path)?;
     if let Some(ledger) = find_overlay_ledger(&image)? {

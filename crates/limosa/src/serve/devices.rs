@@ -71,7 +71,7 @@ pub(super) fn bind(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Vec<Bl
         let server = Server::bind_with(path, args.socket_access(), Arc::clone(&device) as Arc<dyn Device>);
         let server = Arc::new(server.context("--vhost-user-blk")?);
         let path = std::path::absolute(path).context("--vhost-user-blk")?.display().to_string();
-        // A successor has as many, whatever it would find then.
+        // A successor has as many, also if it would find others then.
         let options = options.queues(device.num_queues()).threads(device.num_threads());
         let (blocked, life, changed) = (AtomicBool::new(false), Mutex::default(), Condvar::new());
         let current = RwLock::new(Current { device, server });

@@ -55,7 +55,7 @@ pub(super) fn protection(export: &Export) -> Option<Value> {
     }))
 }
 
-/// The VM of a protected disk, as far as its connections show it.
+/// The VM of a protected disk, by its connections.
 pub(super) fn vm(peers: &VmPeers) -> Value {
     json!({
         "processes": peers.pids(),

@@ -52,7 +52,7 @@ fn networked(machine: Machine, folder: &Path) -> Machine {
     connected(machine, &folder.join("vm.net"))
 }
 
-/// Has a VM that hung in the middle of its checkpoint run, whatever its limosa does about it.
+/// Has a VM that hung in the middle of its checkpoint run, against its limosa too.
 fn run_again(vm: &Vm) {
     wait_for("the VM that hung to run", || {
         if vm.run_state().unwrap() == "running" {

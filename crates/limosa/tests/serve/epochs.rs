@@ -265,7 +265,7 @@ fn a_vm_that_was_dropped_is_refused_at_its_socket_and_other_processes_are_not() 
     let back = || NbdClient::open(&bed.path("socket"), "", &[]);
     assert!(back().is_err(), "the VM is back");
     io(&serving.uri(""), "raw", &["read 0 4k", "write -P 9 128k 4k", "flush"]);
-    // Whatever becomes of the export, the process does not get its name.
+    // Also if the export changes, the process does not get its name.
     ctl(&bed, &["remove", ""]).success();
     ctl(&bed, &["add", "disk", "-f", "qcow2", "--name", ""]).success();
     assert!(back().is_err(), "the VM is back");

@@ -27,7 +27,7 @@ const INBOUND_LIMIT: u64 = 1 << 20;
 const BACKLOG: i32 = 8;
 /// The place of the first visitor among the sockets that are waited for.
 const VISITORS: usize = 6;
-/// Longest time for which a keeper can have output held when it is gone.
+/// The longest time that a keeper can have output held after its own end.
 const LONGEST_GRACE: Duration = Duration::from_secs(3600);
 /// Bytes after which the drain of a seal ends: many times what a socket holds of a VM that stands still.
 const DRAIN_MAX: u64 = 64 << 20;
@@ -51,8 +51,8 @@ pub struct GateOptions {
     /// beyond it frames are dropped.
     pub limit: u64,
     /// How long output is still held when the keeper is gone without a word: a VM that dies with it has not been seen
-    /// to be ahead of its checkpoint. After it the VM continues without protection. A keeper may ask for more, if the VM
-    /// may continue elsewhere.
+    /// to be ahead of its checkpoint. After it the VM continues without protection. A keeper may ask for more, if the
+    /// VM may continue elsewhere.
     pub grace: Duration,
     /// Access to the VM's socket; the keeper's is for the owner alone.
     pub access: SocketAccess,
@@ -99,7 +99,7 @@ pub struct Gate {
     greeted: Option<Hello>,
     /// It was reported that a fenced VM has come back.
     refusal_reported: bool,
-    /// The time for which output is held then, without a wish of the keeper's.
+    /// How long output is held after the end of a keeper that has no wish.
     shortest_grace: Duration,
     /// The same in this series.
     grace: Duration,

@@ -78,8 +78,8 @@ pub struct StandbyOptions<'a> {
     pub when_lost: Option<Duration>,
     /// Fails over now, if the primary is lost.
     pub now: &'a AtomicBool,
-    /// Makes sure that the protected VM cannot run or reach anything, now or later, and has its disks as of the checkpoint;
-    /// otherwise says why that is not sure.
+    /// Makes sure that the protected VM cannot run or reach anything, now or later, and has its disks as of the
+    /// checkpoint; otherwise says why that is not sure.
     pub fence: &'a (dyn Fn() -> Result<(), VmError> + Sync),
     /// The control sockets of the servers of its disks. Without any, VMs whose disks belong to their checkpoints are
     /// not kept.

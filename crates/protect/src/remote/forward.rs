@@ -1,7 +1,7 @@
 //! Background snapshots for a keeper elsewhere, each as a checkpoint in the stream of COLO.
 //!
-//! Law: **a snapshot that fails is no loss of the VM.** A checkpoint begins at the keeper when the first of its pages is
-//! here. If its snapshot fails after that its pages end, and a note says why in the place of its device sections.
+//! Law: **a snapshot that fails is no loss of the VM.** A checkpoint begins at the keeper when the first of its pages
+//! is here. If its snapshot fails after that its pages end, and a note says why in the place of its device sections.
 //!
 //! ```text
 //! keeper:   READY        │ KEPT n-1, REPLY                 │ RECEIVED, LOADED, KEPT n

@@ -229,7 +229,8 @@ pub(super) enum Note {
     Commit(u64),
     /// Nanoseconds to prepare the store for it.
     CatchUp(u64),
-    /// To the primary, before its base counts: the keeper fails over by itself, within so many milliseconds of its loss.
+    /// To the primary, before its base counts: the keeper fails over by itself, and this many milliseconds after its
+    /// loss at the latest.
     FailsOver(u64),
     /// To the keeper: the VM's disks are prepared for the checkpoint of this number. One of a VM with such disks does
     /// not count before.

@@ -35,7 +35,8 @@ pub(super) fn is_taken_over(directory: &Path, protection: Uuid) -> io::Result<bo
     Ok(read(directory, TAKEN_OVER)?.contains(&protection))
 }
 
-/// Refuses a directory whose checkpoint is of another VM than that of `manifest`, and says why: a base would replace it.
+/// Refuses a directory whose checkpoint is of another VM than that of `manifest`, and says why: a base would replace
+/// it.
 pub(crate) fn refuse_other_vm(directory: &Path, manifest: &Manifest) -> Result<(), String> {
     let path = directory.join(CHECKPOINT_NAME);
     // One that cannot be read is no VM's.
@@ -71,8 +72,8 @@ pub fn has_survivor(directory: &Path) -> Result<bool, ProtectError> {
     Ok(read(directory, CONTINUED).map_err(failed(directory))?.contains(&protection))
 }
 
-/// Records that the VM of a failover that has [taken](take_over) the checkpoint in this directory has never run: another
-/// failover may take it. Its primary stays refused.
+/// Records that the VM of a failover that has [taken](take_over) the checkpoint in this directory has never run:
+/// another failover may take it. Its primary stays refused.
 ///
 /// # Errors
 /// The checkpoint cannot be read, or the record cannot be made durable: other failovers are refused.

@@ -283,7 +283,7 @@ fn a_vm_that_cannot_be_identified_is_refused_when_one_was_failed_over() {
     let open = || File::open("/dev/null").unwrap();
     let last = [open(), open()].map(|file| file.as_raw_fd())[1];
     let limits = getrlimit(Resource::Nofile);
-    setrlimit(Resource::Nofile, Rlimit { current: u64::try_from(last + 1).ok(), ..limits.clone() }).unwrap();
+    setrlimit(Resource::Nofile, Rlimit { current: u64::try_from(last + 1).ok(), ..limits }).unwrap();
     let mut again = scene.vm();
     let _ = again.stream.write_all(&framed(b"it is back"));
     expect_end(&mut again);

@@ -231,7 +231,7 @@ pub struct DroppedDisk {
 }
 
 /// Brings the disks of a checkpoint to it, on their servers: what the VM wrote later is dropped, or was when a server
-/// that had been killed was started again. The servers refuse the VM from now on, as far as they recognize it; with
+/// that had been killed was started again. The servers refuse the VM from now on if they recognize it; with
 /// `fence` it is not known to be off, and they must. `controls`: the servers' control sockets.
 ///
 /// # Errors

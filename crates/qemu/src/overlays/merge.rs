@@ -1,8 +1,9 @@
 //! All overlays of a disk, merged into its image: the protection is over and the VM is off. What the VM has written is
 //! all that there is.
 //!
-//! Law: **it can be repeated as long as the ledger is there**, since an overlay covers what it has brought to the image.
-//! Without a ledger an overlay may have been merged, and the image written since: merging it again would destroy that.
+//! Law: **it can be repeated as long as the ledger is there**, since an overlay covers what it has brought to the
+//! image. Without a ledger an overlay may have been merged, and the image written since: merging it again would destroy
+//! that.
 
 use std::fs::File;
 use std::io::{self, Read as _};

@@ -50,11 +50,11 @@ pub(crate) use undo::undo as undo_chain;
 const FOUND_MAX: usize = 64;
 
 /// Returns the file beside an image that says that its VM is, or was, protected with overlays, in which the last writes
-/// are: the image alone is its disk at no instant. `None`: there is no such file, or a failover has brought the image to
-/// its checkpoint.
+/// are: the image alone is its disk at no instant. `None`: there is no such file, or a failover has brought the image
+/// to its checkpoint.
 ///
 /// # Errors
-/// The file cannot be read, or is none that this limosa knows.
+/// The file cannot be read, or this limosa does not know its form.
 pub fn find_overlay_ledger(image: &Path) -> io::Result<Option<PathBuf>> {
     let ledger = Ledger::read(image);
     let path = Ledger::path(image);

@@ -2,8 +2,8 @@
 //! of the uppermost one.
 //!
 //! Laws: **the ledger says first that the image is the disk of no checkpoint any more**, as what is merged then belongs
-//! to none; and **it is gone before the VM writes to the image itself.** So whoever finds it may merge the overlays once
-//! more, when QEMU was killed meanwhile.
+//! to none; and **it is gone before the VM writes to the image itself.** So whoever finds it may merge the overlays
+//! once more, when QEMU was killed meanwhile.
 
 use std::io;
 use std::path::Path;
