@@ -14,6 +14,8 @@ use limosa_snapshot::{FenceScope, Manifest};
 pub enum Uncovered {
     /// It is not known what the VM reaches: its checkpoint does not say it.
     Unknown,
+    /// All of it: it has neither a network nor a writable disk at which it could be refused.
+    Whole,
     /// Networks without gates, by the names of their back ends.
     Networks(Vec<String>),
     /// The gate of a network that would not be fenced.
@@ -26,6 +28,7 @@ impl fmt::Display for Uncovered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unknown => write!(f, "its checkpoint does not say what it reaches"),
+            Self::Whole => write!(f, "it has neither networks nor writable disks"),
             Self::Networks(names) => write!(f, "its networks ({}) have no gates", names.join(", ")),
             Self::Gate(path) => write!(f, "the gate at {} was not named", path.display()),
             Self::Disks(names) => write!(f, "its disks ({}) are not those of a disk server", names.join(", ")),
@@ -44,6 +47,9 @@ pub fn find_uncovered(manifest: &Manifest, gates: &[PathBuf]) -> Vec<Uncovered> 
     if manifest.protection.is_none() {
         // A gate knows it by that name.
         found.push(Uncovered::Unknown);
+    }
+    if networks.is_empty() && disks.is_empty() {
+        found.push(Uncovered::Whole);
     }
     if networks.len() > own.len() {
         found.push(Uncovered::Networks(networks.clone()));
@@ -92,7 +98,7 @@ mod tests {
         let whole = manifest(&["n0", "n1"], &["/run/a", "/run/b"], &["d0"], &["d0"]);
         assert_eq!(find_uncovered(&whole, &gates), []);
         assert_eq!(find_uncovered(&whole, &gates[..1]), [Uncovered::Gate("/run/b".into())]);
-        assert_eq!(find_uncovered(&manifest(&[], &[], &[], &[]), &[]), []);
+        assert_eq!(find_uncovered(&manifest(&[], &[], &[], &[]), &[]), [Uncovered::Whole]);
         let free = manifest(&["n0"], &[], &["d0", "d1"], &["d1"]);
         let expected = [Uncovered::Networks(vec!["n0".into()]), Uncovered::Disks(vec!["d0".into()])];
         assert_eq!(find_uncovered(&free, &gates), expected);
@@ -101,7 +107,7 @@ mod tests {
     #[test]
     fn a_checkpoint_that_does_not_say_what_its_vm_reaches_covers_nothing() {
         assert_eq!(find_uncovered(&Manifest::new(), &[]), [Uncovered::Unknown]);
-        let mut nameless = manifest(&[], &[], &[], &[]);
+        let mut nameless = manifest(&[], &[], &["d0"], &["d0"]);
         nameless.protection = None;
         assert_eq!(find_uncovered(&nameless, &[]), [Uncovered::Unknown]);
     }

@@ -51,11 +51,14 @@ pub(super) fn connect(sockets: &[PathBuf], keeper: GateKeeper) -> anyhow::Result
         }
         other => Ok(other?),
     };
-    let gates: Vec<GateClient> = sockets.iter().map(connect).collect::<anyhow::Result<_>>()?;
-    for (socket, _) in sockets.iter().zip(&gates).filter(|(_, gate)| !gate.has_vm()) {
+    sockets.iter().map(connect).collect()
+}
+
+/// Says which gates had no VM when they were taken.
+pub(super) fn warn_of_idle(sockets: &[PathBuf], gates: &[GateClient]) {
+    for (socket, _) in sockets.iter().zip(gates).filter(|(_, gate)| !gate.has_vm()) {
         say!("limosa: no VM is connected to the gate at {}: it holds no output until one is", socket.display());
     }
-    Ok(gates)
 }
 
 fn tell(report: &GateReport) {

@@ -69,8 +69,8 @@ fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.qmp)?;
     let mut options = options(args)?;
     let protection = *options.id.get_or_insert_with(Uuid::new_v4);
-    let gates = gate::connect(&args.gate, GateKeeper { protection, vm: monitor.qmp().process() })?;
-    let gates: Vec<&dyn OutputGate> = gates.iter().map(|gate| gate as &dyn OutputGate).collect();
+    let clients = gate::connect(&args.gate, GateKeeper { protection, vm: monitor.qmp().process() })?;
+    let gates: Vec<&dyn OutputGate> = clients.iter().map(|gate| gate as &dyn OutputGate).collect();
     if gates.is_empty() && args.output.is_none() {
         warn_of_free_output(&monitor)?;
     }
@@ -91,6 +91,7 @@ fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
         began: &|base| {
             figures.began();
             line.begin(base);
+            gate::warn_of_idle(&args.gate, &clients);
             if args.events {
                 print_out!("{}", figures::base(base));
             }
@@ -116,13 +117,25 @@ fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
     }
     match report.end {
         ProtectEnd::Failed(error) => {
-            let mut kept =
-                format!("protection ended; checkpoint {} in {}", report.checkpoints, report.newest.display());
-            if report.stands_still {
-                kept.push_str("; the VM stands still (limosa resume continues it)");
-            } else if let (Some(directory), ProtectError::QemuEnded) = (&args.directory, &error) {
-                let directory = directory.display();
-                kept.push_str(&format!(" (limosa protect failover {directory} -- QEMU... continues the VM from it)"));
+            let mut kept = match &args.directory {
+                Some(_) => {
+                    format!("protection ended; checkpoint {} in {}", report.checkpoints, report.newest.display())
+                }
+                None => format!("protection ended after {} checkpoints", report.checkpoints),
+            };
+            match (&args.directory, &error) {
+                (Some(directory), _) if report.stands_still && !args.disk_server.is_empty() => kept.push_str(&format!(
+                    "; the VM stands still without its disks: end its QEMU, start their server with --fenced --epoch {}, \
+                     and give that to limosa protect failover {}",
+                    report.checkpoints,
+                    directory.display()
+                )),
+                _ if report.stands_still => kept.push_str("; the VM stands still (limosa resume continues it)"),
+                (Some(directory), ProtectError::QemuEnded) => kept.push_str(&format!(
+                    " (limosa protect failover {} -- QEMU... continues the VM from it)",
+                    directory.display()
+                )),
+                _ => {}
             }
             Err(anyhow::Error::from(error).context(kept))
         }

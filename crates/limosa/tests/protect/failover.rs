@@ -86,7 +86,7 @@ fn a_failover_whose_qemu_did_not_start_can_be_repeated_and_one_beside_its_surviv
     assert_lost(&scene, &keeper.wait());
     let (kept, line) = (scene.kept(), scene.survivor_line());
     let with = |more: &str| {
-        let words = ["protect", "failover", text(&kept), "--"].into_iter();
+        let words = ["protect", "failover", "--fenced", text(&kept), "--"].into_iter();
         limosa(words.chain(line.iter().map(String::as_str)).chain([more]))
     };
     for _ in 0..2 {
@@ -94,8 +94,9 @@ fn a_failover_whose_qemu_did_not_start_can_be_repeated_and_one_beside_its_surviv
         assert_ne!(failed.status.code(), Some(0), "{}", failed.stderr);
         assert!(!failed.stderr.contains("already"), "{}", failed.stderr);
     }
-    // It has neither a network nor a disk: nothing has to refuse it.
-    let failover = scene.failover(&[]);
+    let unfenced = scene.failover(&[]).limosa.wait();
+    unfenced.one_line(&["the protected VM may still run", "it has neither networks nor writable disks", "--fenced"]);
+    let failover = scene.failover(&["--fenced"]);
     failover.wait_passes(2);
     with("-S").one_line(&[text(&kept), "has continued from this checkpoint already", "limosa run"]);
     failover.check_and_end();

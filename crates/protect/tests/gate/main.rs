@@ -195,11 +195,11 @@ fn a_keeper_has_output_held_longer_when_the_vm_may_continue_elsewhere() {
     // The next keeper has not asked for it.
     let next = scene.keeper();
     next.seal(0).unwrap();
-    let begun = Instant::now();
     drop(next);
+    // One that is held is dropped when its time is over.
+    thread::sleep(Duration::from_millis(300));
     vm.send(b"free");
     assert_eq!(network.frame(), b"free");
-    assert!(begun.elapsed() < Duration::from_millis(700));
 }
 
 #[test]
