@@ -21,7 +21,7 @@ use limosa_testkit::{DiskFormat, Machine, Program, is_alive, kill9, wait_gone};
 use rustix::process::Signal;
 
 use crate::disks::Bed;
-use crate::gate::connected;
+use crate::gate::networked;
 use crate::needs_newest_qemu;
 use crate::network::{Namespace, network_skipped};
 use crate::overlays::qemu_img;
@@ -74,7 +74,7 @@ struct World {
 impl World {
     /// A guest that answers, without protection.
     fn new(format: DiskFormat) -> Self {
-        let machine = |folder: &std::path::Path| connected(Machine::linux(guest()), &folder.join("vm.net"));
+        let machine = |folder: &std::path::Path| networked(Machine::linux(guest()), folder);
         let bed = Bed::of(format, |folder| machine(folder).memory(160 << 20));
         make_disk(&bed);
         let (network, counts) = (Namespace::with_tap(GUEST_MAC), Arc::default());

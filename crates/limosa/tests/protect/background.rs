@@ -11,8 +11,8 @@ use crate::gate::{connected, counting, survivor};
 use crate::line::Line;
 use crate::needs_qemu;
 use crate::outside::Outside;
-use crate::scene::{Failover, Scene};
-use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_for, wait_gone, watchdog};
+use crate::scene::{Failover, Scene, kill_host, wait_said};
+use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_gone, watchdog};
 
 const BACKGROUND: [&str; 4] = ["--via", "background", "--every", "1s"];
 
@@ -139,13 +139,6 @@ fn protected_elsewhere(options: &[&str]) -> (Scene, Vm, Program, Program) {
     (scene, vm, protect, keeper)
 }
 
-fn wait_said(keeper: &Program, what: &str) {
-    wait_for(what, || {
-        assert!(keeper.is_running(), "limosa ended: {}", keeper.stderr());
-        keeper.stderr().contains(what).then_some(())
-    });
-}
-
 #[test]
 fn a_keeper_on_another_host_continues_a_vm_from_background_snapshots() {
     needs_qemu!();
@@ -154,11 +147,7 @@ fn a_keeper_on_another_host_continues_a_vm_from_background_snapshots() {
             protected_elsewhere(&[standby, &["--when-lost", "100ms", "--fenced"]].concat());
         vm.wait_heartbeats(1).unwrap();
         thread::sleep(Duration::from_millis(moment));
-        let dog = watchdog(&protect).unwrap();
-        for pid in [dog, protect.pid(), vm.pid()] {
-            kill9(pid).unwrap();
-        }
-        wait_gone(vm.pid());
+        kill_host(&vm, &protect);
         wait_said(&keeper, "the VM continues here");
         let last = vm.last_pass().unwrap();
         let failover = Failover::of(keeper, &scene);

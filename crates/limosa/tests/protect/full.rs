@@ -9,7 +9,7 @@ use limosa_snapshot::Snapshot;
 use limosa_testkit::{LinuxGuest, Machine, Program, Series, Vm, kill9};
 use rustix::process::Signal;
 
-use crate::gate::connected;
+use crate::gate::networked;
 use crate::needs_newest_qemu;
 use crate::network::{Namespace, network_skipped};
 use crate::requests::{Client, GUEST_MAC, guest, prepare};
@@ -32,7 +32,7 @@ impl Bed {
         let scene = Scene::of(|folder| {
             let guest = LinuxGuest { kernel_words: "no_timer_check".to_owned(), ..guest() };
             let machine = Machine::linux(guest).series(Series::Newest).memory(192 << 20);
-            connected(machine, &folder.join("vm.net"))
+            networked(machine, folder)
         });
         let network = Namespace::with_tap(GUEST_MAC);
         let gate = open_gate(&scene, &network, &[]);

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 
 use crate::needs_newest_qemu;
 use crate::outside::Outside;
-use crate::scene::{Scene, machine as machine_without_network};
+use crate::scene::{Scene, kill_host, machine as machine_without_network};
 use crate::stage::{SOON, wait_for, wait_gone, watchdog};
 
 /// The guest's address and the world's, in 10.9.0.0/24.
@@ -24,7 +24,7 @@ const WORLD_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 /// A scene whose VM has a network card, and its network.
 pub(crate) fn scene() -> (Scene, Outside) {
     let machine = Machine::linux(LinuxGuest::default()).series(Series::Newest);
-    let scene = Scene::of(|folder| connected(machine, &folder.join("vm.net")));
+    let scene = Scene::of(|folder| networked(machine, folder));
     let outside = Outside::listen(&scene.path("world.net"));
     (scene, outside)
 }
@@ -36,6 +36,11 @@ pub(crate) fn connected(machine: Machine, socket: &Path) -> Machine {
         .argument(&format!("stream,id=n0,server=off,addr.type=unix,addr.path={},reconnect-ms=50", socket.display()))
         .argument("-device")
         .argument("virtio-net-pci,netdev=n0,mac=02:00:00:00:00:02,romfile=")
+}
+
+/// The machine with a network card whose back end connects to a gate in this folder.
+pub(crate) fn networked(machine: Machine, folder: &Path) -> Machine {
+    connected(machine, &folder.join("vm.net"))
 }
 
 /// Starts the guest, which sends numbers.
@@ -273,10 +278,7 @@ fn nothing_is_seen_outside_that_a_keeper_on_another_host_does_not_know() {
     let protect = scene.protect_to(&vm, &at, &["--gate", &gate, "--every", "event"]);
     scene.wait_checkpoint(3, &protect);
     outside.wait_counts(5);
-    for pid in [watchdog(&protect).unwrap(), protect.pid(), vm.pid()] {
-        kill9(pid).unwrap();
-    }
-    wait_gone(vm.pid());
+    kill_host(&vm, &protect);
     let _survivor = survivor(&scene);
     outside.wait_counts(5);
     let counts = outside.counts();

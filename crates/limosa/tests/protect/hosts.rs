@@ -17,7 +17,7 @@ use limosa_storage::testing::SeededRandom;
 use limosa_testkit::{Machine, Program, Series, is_alive, kill9, wait_gone};
 use rustix::process::Signal;
 
-use crate::gate::connected;
+use crate::gate::networked;
 use crate::line::Line;
 use crate::needs_newest_qemu;
 use crate::network::{Namespace, network_skipped};
@@ -87,7 +87,7 @@ impl Hosts {
     fn new() -> Self {
         let scene = Scene::of(|folder| {
             let machine = Machine::linux(guest()).series(Series::Newest).memory(160 << 20);
-            connected(machine, &folder.join("vm.net"))
+            networked(machine, folder)
         });
         let world = Namespace::with_tap(GUEST_MAC);
         let [primary, secondary] = Namespace::pair();

@@ -1,20 +1,19 @@
 //! A primary that hangs, and continues after the failover: it reaches neither its network nor its disk, without a fence
 //! of the user's.
 
-use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use limosa_testkit::{DiskFormat, Machine, Program, Vm, wait_gone};
+use limosa_testkit::{DiskFormat, Program, Vm, wait_gone};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
 use crate::disks::{Bed, Transport};
-use crate::gate::{connected, count, counting, scene as network_scene};
+use crate::gate::{count, counting, networked, scene as network_scene};
 use crate::needs_newest_qemu;
 use crate::outside::Outside;
 use crate::overlays::{sectors_written, start_writer, wait_writes};
-use crate::scene::Failover;
+use crate::scene::{Failover, wait_said};
 use crate::stage::wait_for;
 
 /// How long a primary that has continued may try to do harm.
@@ -46,10 +45,6 @@ fn wait_turns(failover: &Failover<'_>, more: usize) {
         assert!(running || count >= before + more, "limosa ended: {}", failover.limosa.stderr());
         (count >= before + more).then_some(())
     });
-}
-
-fn networked(machine: Machine, folder: &Path) -> Machine {
-    connected(machine, &folder.join("vm.net"))
 }
 
 /// Has a VM that hung in the middle of its checkpoint run, against its limosa too.
@@ -129,14 +124,6 @@ fn a_hung_primary_whose_limosa_was_killed_reaches_neither_network_nor_disk() {
 fn a_hung_primary_reaches_no_vhost_user_disk_when_it_continues_after_the_failover() {
     needs_newest_qemu!();
     hang(&Bed::over(Transport::VhostUser, DiskFormat::Qcow2, networked), true);
-}
-
-/// Waits until a keeper has said something.
-fn wait_said(keeper: &Program, what: &str) {
-    wait_for(what, || {
-        assert!(keeper.is_running(), "limosa ended: {}", keeper.stderr());
-        keeper.stderr().contains(what).then_some(())
-    });
 }
 
 #[test]

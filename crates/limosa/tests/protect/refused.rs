@@ -4,7 +4,7 @@ use limosa_testkit::{DiskFormat, kill9};
 use rustix::process::Signal;
 
 use crate::disks::{Bed, Transport};
-use crate::gate::{connected, count};
+use crate::gate::{count, networked};
 use crate::needs_newest_qemu;
 use crate::outside::Outside;
 use crate::overlays::{start_writer, wait_writes};
@@ -13,8 +13,7 @@ use crate::scene::{Scene, text};
 #[test]
 fn a_failover_to_an_old_checkpoint_is_refused_and_neither_fences_the_vm_nor_cuts_it_off() {
     needs_newest_qemu!();
-    let bed =
-        Bed::over(Transport::Nbd, DiskFormat::Qcow2, |machine, folder| connected(machine, &folder.join("vm.net")));
+    let bed = Bed::over(Transport::Nbd, DiskFormat::Qcow2, networked);
     let outside = Outside::listen(&bed.path("world.net"));
     let gate = bed.scene.gate(&[]);
     let _server = bed.serve(&[]);

@@ -5,14 +5,14 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::Duration;
 
-use limosa_testkit::{Authority, kill9, wait_gone};
+use limosa_testkit::{Authority, kill9};
 use rustix::process::Signal;
 use serde_json::json;
 
 use crate::line::Line;
 use crate::needs_newest_qemu;
-use crate::scene::{Scene, assert_follows, text};
-use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_for, watchdog};
+use crate::scene::{Scene, assert_follows, kill_host, text};
+use crate::stage::{Found, assert_beats, load_in_stock_qemu, names, wait_for};
 
 const ANYWHERE: &str = "tcp:127.0.0.1:0";
 
@@ -27,11 +27,7 @@ fn beats_continue_at_the_keeper_when_the_vm_and_all_of_its_host_are_killed() {
         scene.wait_checkpoint(20, &protect);
         vm.wait_heartbeats(1).unwrap();
         thread::sleep(Duration::from_millis(moment));
-        let dog = watchdog(&protect).unwrap();
-        for pid in [dog, protect.pid(), vm.pid()] {
-            kill9(pid).unwrap();
-        }
-        wait_gone(vm.pid());
+        kill_host(&vm, &protect);
         wait_for("the keeper to notice", || keeper.stderr().contains("may be lost").then_some(()));
         let last = vm.last_pass().unwrap();
         let failover = scene.failover(&["--fenced"]);

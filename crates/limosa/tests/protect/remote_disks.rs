@@ -13,7 +13,7 @@ use crate::disks::Bed;
 use crate::line::Line;
 use crate::needs_newest_qemu;
 use crate::overlays::{assert_never_torn, start_writer, wait_writes};
-use crate::scene::{Failover, for_each_seed, text};
+use crate::scene::{Failover, for_each_seed, text, wait_said};
 use crate::stage::{limosa, wait_for, watchdog};
 
 const ANYWHERE: &str = "tcp:127.0.0.1:0";
@@ -48,10 +48,7 @@ impl Pair {
     }
 
     fn wait_said(&self, what: &str) {
-        wait_for(what, || {
-            assert!(self.protect.is_running(), "limosa ended: {}", self.protect.stderr());
-            self.protect.stderr().contains(what).then_some(())
-        });
+        wait_said(&self.protect, what);
     }
 
     /// Kills QEMU, the protection and its watchdog, in this order of time.

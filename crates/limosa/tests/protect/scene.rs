@@ -6,11 +6,11 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use limosa_snapshot::Snapshot;
-use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, pass_numbers, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, kill9, pass_numbers, scratch, wait_gone};
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::stage::{Program, SOON, start, start_command, stop_and_check, wait_for};
+use crate::stage::{Program, SOON, start, start_command, stop_and_check, wait_for, watchdog};
 
 /// Returns from the test if its QEMU is switched off.
 #[macro_export]
@@ -166,6 +166,23 @@ impl Scene {
         let line = ["--"].into_iter().chain(line.iter().map(String::as_str));
         self.keep(uri, &options.iter().copied().chain(line).collect::<Vec<_>>())
     }
+}
+
+/// Waits until a limosa has said something.
+pub(crate) fn wait_said(limosa: &Program, what: &str) {
+    wait_for(what, || {
+        assert!(limosa.is_running(), "limosa ended: {}", limosa.stderr());
+        limosa.stderr().contains(what).then_some(())
+    });
+}
+
+/// Kills everything on the host of a VM.
+pub(crate) fn kill_host(vm: &Vm, protect: &Program) {
+    let dog = watchdog(protect).unwrap();
+    for pid in [dog, protect.pid(), vm.pid()] {
+        kill9(pid).unwrap();
+    }
+    wait_gone(vm.pid());
 }
 
 /// A VM that continues from a checkpoint.

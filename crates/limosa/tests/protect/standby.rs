@@ -10,8 +10,8 @@ use serde_json::json;
 
 use crate::line::Line;
 use crate::needs_newest_qemu;
-use crate::scene::{Failover, Scene, assert_follows, machine, text};
-use crate::stage::{assert_beats, limosa, wait_for, watchdog};
+use crate::scene::{Failover, Scene, assert_follows, kill_host, machine, text, wait_said};
+use crate::stage::{assert_beats, limosa, wait_for};
 
 const ANYWHERE: &str = "tcp:127.0.0.1:0";
 
@@ -45,11 +45,7 @@ impl Pair {
 
     /// Kills the whole of the VM's host.
     fn kill(&self) {
-        let dog = watchdog(&self.protect).unwrap();
-        for pid in [dog, self.protect.pid(), self.vm.pid()] {
-            kill9(pid).unwrap();
-        }
-        wait_gone(self.vm.pid());
+        kill_host(&self.vm, &self.protect);
     }
 
     /// Sends a signal to the protection and to QEMU.
@@ -68,13 +64,6 @@ impl Pair {
         assert_follows(first, last, 20);
         failover.check_and_end();
     }
-}
-
-fn wait_said(keeper: &Program, what: &str) {
-    wait_for(what, || {
-        assert!(keeper.is_running(), "limosa ended: {}", keeper.stderr());
-        keeper.stderr().contains(what).then_some(())
-    });
 }
 
 #[test]

@@ -103,6 +103,17 @@ impl Case {
         let client = serving.client();
         (serving, Vm::Nbd(client))
     }
+
+    /// Ends a server, and expects the next one to have both blocks as they were written in the first epoch.
+    #[track_caller]
+    fn assert_first_epoch_is_kept(self, bed: &Bed, serving: Serving, vm: Vm) {
+        drop(vm);
+        serving.stop();
+        let (serving, mut vm) = self.serve(bed, &[]);
+        assert_eq!((vm.read(0), vm.read(1)), (contents(0, 2), contents(1, 2)));
+        drop(vm);
+        serving.stop();
+    }
 }
 
 /// The blocks' versions in the image of a server that was killed.
@@ -271,12 +282,7 @@ fn a_vm_that_was_dropped_is_refused_at_its_socket_and_other_processes_are_not() 
     assert!(back().is_err(), "the VM is back");
     ctl(&bed, &["add", "disk", "-f", "qcow2", "--name", "same"]).one_line(&["this server serves it"]);
     io(&serving.uri(""), "raw", &["read -P 9 128k 4k"]);
-    drop(vm);
-    serving.stop();
-    let (serving, mut vm) = case.serve(&bed, &[]);
-    assert_eq!((vm.read(0), vm.read(1)), (contents(0, 2), contents(1, 2)));
-    drop(vm);
-    serving.stop();
+    case.assert_first_epoch_is_kept(&bed, serving, vm);
 }
 
 #[test]
@@ -326,12 +332,7 @@ fn a_front_end_that_was_dropped_is_refused_and_its_socket_serves_the_disk_again(
     assert!(BlkClient::connect(&bed.path("socket"), settings).is_err());
     let exports = &asked(&bed, &["list"])["exports"];
     assert_eq!((&exports[0]["clients"], exports[0]["size"].as_u64()), (&json!(0), Some(BLOCKS as u64 * BLOCK)));
-    drop(vm);
-    serving.stop();
-    let (serving, mut vm) = case.serve(&bed, &[]);
-    assert_eq!((vm.read(0), vm.read(1)), (contents(0, 2), contents(1, 2)));
-    drop(vm);
-    serving.stop();
+    case.assert_first_epoch_is_kept(&bed, serving, vm);
 }
 
 #[test]
