@@ -11,13 +11,13 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use limosa_storage::sync_folder;
 use rustix::fs::{OFlags, unlink};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 
 use super::beside::beside;
 use super::epochs::Boot;
-use super::overlay::folder_of;
 use super::wanted::Recovery;
 
 /// Most bytes of a record.
@@ -83,7 +83,7 @@ pub(super) fn write(image: &Path, Recovery { log, epoch }: Recovery, boot: Boot)
         file.write(true).create_new(true).mode(0o600).open(&path).with_context(|| path.display().to_string())?;
     file.write_all(record.to_string().as_bytes())?;
     file.sync_all()?;
-    Ok(folder_of(&path)?.sync_all()?)
+    sync_folder(&path).context("its folder")
 }
 
 /// Removes the record of an image, if it has one.

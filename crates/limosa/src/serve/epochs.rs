@@ -18,13 +18,12 @@ use limosa_image::chain::Image;
 use limosa_image::epochs::{EpochError, EpochOptions, Recovered, examine, recover};
 use limosa_image::reference::Reference;
 use limosa_page::to_nanos;
-use limosa_storage::{FileOptions, FileStorage, Storage, block_on};
+use limosa_storage::{FileOptions, FileStorage, Storage, block_on, sync_folder};
 use rustix::fs::{OFlags, unlink};
 use serde_json::{Value, json};
 
 use super::beside::log_of;
 use super::dropped;
-use super::overlay::folder_of;
 use super::wanted::{Recovery, Wanted};
 
 /// The kernel's identifier of the time since the machine was booted.
@@ -139,14 +138,14 @@ impl EpochLog {
         file.read(true).write(true).create_new(true).mode(0o600);
         let file = file.open(&self.path).with_context(|| path.to_string())?;
         let storage = FileStorage::from_fd(file.into(), &path.to_string(), &FileOptions::default())?;
-        folder_of(&self.path)?.sync_all()?;
+        sync_folder(&self.path).context("its folder")?;
         Ok(storage)
     }
 
     /// Removes it: the image has all that is in it.
     pub(super) fn remove(&self) -> anyhow::Result<()> {
         unlink(&self.path).with_context(|| format!("cannot remove {}", self.path.display()))?;
-        Ok(folder_of(&self.path)?.sync_all()?)
+        sync_folder(&self.path).context("its folder")
     }
 
     /// Options of protection for its image.

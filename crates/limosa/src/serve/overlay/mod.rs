@@ -22,7 +22,9 @@ use limosa_image::commit::{CommitOptions, CommitRequest};
 use limosa_image::qcow2::{self, CreateOptions};
 use limosa_image::reference::Reference;
 use limosa_image::{Format, Guess, GuestOffset, guess};
-use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on};
+use limosa_storage::{
+    Buffer, CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on, sync_folder,
+};
 use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
 use super::beside::{beside, refuse_incomplete};
@@ -155,7 +157,7 @@ pub(super) fn commit(export: &Export, wanted: &Wanted, within: Duration) -> anyh
             disk.unlock();
             return Err(error);
         }
-        removed = folder_of(&overlay).and_then(|folder| Ok(folder.sync_all()?));
+        removed = sync_folder(&overlay).context("its folder");
         continued::unmark(Path::new(&below.source.name.0));
         Ok(disk)
     };
@@ -252,7 +254,7 @@ pub(super) fn paths(wanted: &Wanted) -> anyhow::Result<Vec<String>> {
 /// The kernel's.
 pub(super) fn remove(overlay: &Path) -> anyhow::Result<()> {
     unlink(overlay).with_context(|| format!("cannot remove {}", overlay.display()))?;
-    Ok(folder_of(overlay)?.sync_all()?)
+    sync_folder(overlay).context("its folder")
 }
 
 /// Returns the path of the image that the overlay refers to.
@@ -267,7 +269,7 @@ fn image_below(export: &Export, wanted: &Wanted) -> anyhow::Result<PathBuf> {
 }
 
 /// Opens the folder of a file.
-pub(super) fn folder_of(path: &Path) -> anyhow::Result<File> {
+fn folder_of(path: &Path) -> anyhow::Result<File> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(folder).context("its folder")
 }
