@@ -28,7 +28,7 @@ use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
 use crate::error::ProtectError;
 use crate::guard::{Seen, note_end};
 use crate::keeper::{accept, is_cut};
-use crate::primary::{LOOK_EVERY, LocalVm, TELL_EVERY, Tell, is_running};
+use crate::primary::{LOOK_EVERY, LocalVm, Tell, Teller, is_running};
 use crate::remote::{Farewell, Forward, Greeted, KeptNotes};
 use crate::report::{KeptBase, KeptCheckpoint};
 use crate::series::{CATCH_UP_PAGES, Kept};
@@ -231,19 +231,14 @@ impl<'a> Background<'a> {
         let LocalVm { options, outputs, .. } = self.vm;
         // A time that does not fit has no end.
         let due = before.checked_add(options.every.longest());
-        let mut told = None::<Instant>;
+        let mut teller = Teller::new(tell);
         loop {
             self.vm.check_stop()?;
             self.note_events();
             if self.seen.gone || self.seen.shutdown {
                 return Err(ProtectError::Ended { reason: "with QEMU".into() });
             }
-            if let Some(tell) = tell
-                && told.is_none_or(|told| told.elapsed() >= TELL_EVERY)
-            {
-                told = Some(Instant::now());
-                tell(is_running(&self.vm.monitor.status()?.state))?;
-            }
+            teller.tell(|| Ok(is_running(&self.vm.monitor.status()?.state)))?;
             let look = Instant::now() + LOOK_EVERY;
             let until = due.map_or(look, |due| due.min(look));
             if outputs.signal().wait(Some(until), false) == CheckpointCause::Full || due.is_some_and(|due| due <= until)

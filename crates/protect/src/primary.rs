@@ -92,6 +92,27 @@ pub(crate) struct LocalVm<'a> {
 /// Tells a keeper elsewhere whether the VM runs.
 pub(crate) type Tell<'t> = &'t dyn Fn(bool) -> Result<(), ProtectError>;
 
+/// Tells a keeper elsewhere now and then, if there is one.
+pub(crate) struct Teller<'t> {
+    tell: Option<Tell<'t>>,
+    told: Option<Instant>,
+}
+
+impl<'t> Teller<'t> {
+    pub(crate) const fn new(tell: Option<Tell<'t>>) -> Self {
+        Self { tell, told: None }
+    }
+
+    /// Tells it, if it is time, whether the VM runs.
+    pub(crate) fn tell(&mut self, runs: impl FnOnce() -> Result<bool, ProtectError>) -> Result<(), ProtectError> {
+        let Some(tell) = self.tell.filter(|_| self.told.is_none_or(|told| told.elapsed() >= TELL_EVERY)) else {
+            return Ok(());
+        };
+        self.told = Some(Instant::now());
+        tell(runs()?)
+    }
+}
+
 impl Primary for LocalVm<'_> {
     fn arrived(&self, _setup: &StreamSetup) {}
 
@@ -195,7 +216,7 @@ impl LocalVm<'_> {
     /// Waits until the VM runs, and looks whether it has the same disks: a checkpoint would start one that was stopped.
     /// QEMU waits for its reply meanwhile, and nothing else does.
     pub(crate) fn wait_running(&self, tell: Option<Tell<'_>>) -> Result<(), ProtectError> {
-        let (mut noticed, mut told) = (false, None::<Instant>);
+        let (mut noticed, mut teller) = (false, Teller::new(tell));
         loop {
             let state = self.monitor.status()?.state;
             if is_running(&state) {
@@ -207,12 +228,7 @@ impl LocalVm<'_> {
                 (self.notice)(&format!("the VM is stopped ({state}); the next checkpoint waits until it continues"));
             }
             self.check_stop()?;
-            if let Some(tell) = tell
-                && told.is_none_or(|told| told.elapsed() >= TELL_EVERY)
-            {
-                told = Some(Instant::now());
-                tell(false)?;
-            }
+            teller.tell(|| Ok(false))?;
             thread::sleep(LOOK_EVERY);
         }
     }

@@ -60,9 +60,9 @@ impl Fence<'_> {
     /// # Errors
     /// As of [`look`](Self::look): nothing has changed then. A gate or a server fails.
     pub(super) fn close(self, snapshot: &Path) -> anyhow::Result<Vec<String>> {
-        self.look(snapshot)?;
         let snapshot = Snapshot::open(snapshot)?;
-        let Some(manifest) = snapshot.manifest() else { return Ok(Vec::new()) };
+        let Some(manifest) = snapshot.manifest() else { return self.check(&Manifest::new()).map(|()| Vec::new()) };
+        self.look_at(manifest)?;
         let mut closed = Vec::new();
         if let Err(error) = self.fence(manifest, &mut closed) {
             if closed.is_empty() {

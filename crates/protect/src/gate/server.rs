@@ -101,7 +101,7 @@ pub struct Gate {
     refusal_reported: bool,
     /// How long output is held after the end of a keeper that has no wish.
     shortest_grace: Duration,
-    /// The same in this series.
+    /// How long it is held after the end of this keeper.
     grace: Duration,
     /// The keeper is gone without a word, since then.
     lost: Option<Instant>,

@@ -139,8 +139,8 @@ impl Lost {
         Self { name, farewell, standby, by_itself, since: Instant::now(), again: None }
     }
 
-    /// The same after its primary was back for a while: the checkpoint does not know what the VM has done since, so it
-    /// takes an order to continue from it.
+    /// A VM whose primary was back for a while: its checkpoint does not know what it has done since, so it takes an
+    /// order to continue from it.
     pub(super) fn outdated(self) -> Self {
         Self { by_itself: false, ..self }
     }

@@ -23,7 +23,7 @@ use limosa_stream::colo::ColoMessage;
 use limosa_stream::{Command, RecordEncoder, RecordKind, ReturnDecoder, ReturnMessage, ram, section};
 use parking_lot::Mutex;
 
-use super::message::{Farewell, KeptNotes, Note, timed_out};
+use super::message::{Farewell, KeptNotes, Note, closed_early, timed_out};
 use crate::error::ProtectError;
 use crate::primary::TELL_EVERY;
 
@@ -245,7 +245,7 @@ impl Forward {
             }
             let mut bytes = [0; 4096];
             match self.keeper.read(&mut bytes) {
-                Ok(0) => return Err(self.line_lost(MigrateError::Protocol("the keeper closed the connection".into()))),
+                Ok(0) => return Err(self.line_lost(closed_early())),
                 Ok(got) => {
                     let got = bytes.get(..got).unwrap_or_default();
                     match &mut self.return_path {

@@ -155,6 +155,11 @@ pub(super) fn timed_out(channel: &Channel, after: Duration) -> ChannelError {
     ChannelError::TimedOut { operation: Operation::Read, peer: channel.peer().into(), offset: None, after }
 }
 
+/// The keeper has closed the connection, and owes something.
+pub(super) fn closed_early() -> MigrateError {
+    MigrateError::Protocol("it closed the connection in the middle".into())
+}
+
 /// Reads from a peer that may be anybody.
 struct Reader<'c> {
     channel: &'c Channel,

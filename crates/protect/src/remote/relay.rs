@@ -26,7 +26,7 @@ use limosa_stream::colo::{COLO_MESSAGE_LIMIT, ColoMessage};
 use limosa_stream::{ReturnDecoder, ReturnMessage};
 use parking_lot::{Condvar, Mutex};
 
-use super::message::{Farewell, KeptNotes, Note, timed_out};
+use super::message::{Farewell, KeptNotes, Note, closed_early, timed_out};
 use crate::error::ProtectError;
 use crate::options::OnLoss;
 use crate::primary::{LocalVm, Primary as _, TELL_EVERY};
@@ -456,8 +456,7 @@ impl<'r> Turns<'r> {
         let got = match relay.keeper.read(&mut bytes) {
             Ok(0) if self.left => return Ok(true),
             Ok(0) => {
-                let why = MigrateError::Protocol("it closed the connection in the middle".into());
-                return Err(self.reason_of_write().unwrap_or_else(|| relay.lost(why)));
+                return Err(self.reason_of_write().unwrap_or_else(|| relay.lost(closed_early())));
             }
             Ok(got) => bytes.get(..got).ok_or_else(|| broken_invariant("a read fills no more than its buffer")),
             Err(error) if error.is_timeout() => {
