@@ -12,8 +12,8 @@ use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{MigrationStatus, Monitor, Settings};
 use limosa_qemu::takeover::{Actor, Outcome, take_over};
 use limosa_qemu::{
-    EpochDisks, Heartbeat, JobContext, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog, Watchdog,
-    WatchdogEnd,
+    EpochDisks, Heartbeat, JobContext, JobError, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog,
+    Watchdog, WatchdogEnd,
 };
 use limosa_snapshot::{CheckpointBase, CheckpointDirectory};
 use serde_json::Value;
@@ -506,7 +506,7 @@ fn why(end: Result<(), ProtectError>, seen: &Seen, options: &ProtectOptions) -> 
         Ok(()) | Err(ProtectError::Ended { .. } | ProtectError::LineLost { .. } | ProtectError::QemuEnded) => true,
         Err(ProtectError::Channel(error)) => error.is_closed() || error.is_shut_down(),
         Err(ProtectError::Migrate(error)) => is_cut(error),
-        Err(ProtectError::Qmp(error)) => error.is_gone(),
+        Err(ProtectError::Qmp(error) | ProtectError::Job(JobError::Qmp(error))) => error.is_gone(),
         Err(_) => false,
     };
     match end {
