@@ -191,8 +191,9 @@ impl World {
             self.vm = Some(Running::survivor(failover, self.bed.path("qmp")));
             return "failed over";
         }
-        let refused = failover.wait().stderr;
-        assert!(may_have_ended && refused.contains("its protection has ended"), "{refused}");
+        let ended = failover.wait();
+        let is_refused = ended.stderr.contains("its protection has ended");
+        assert!(may_have_ended && is_refused, "{}: {}{}", ended.status, ended.stderr, ended.stdout);
         self.boot_again()
     }
 

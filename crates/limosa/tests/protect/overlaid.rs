@@ -17,7 +17,7 @@ use crate::overlays::{
     assert_never_torn, last_written, linux_on, sectors_written, start_writer, top_file, wait_writes,
 };
 use crate::scene::{Failover, Scene, for_each_seed, text};
-use crate::stage::{Found, Program, limosa, names, start, watchdog};
+use crate::stage::{Found, Program, limosa, names, start, wait_for, watchdog};
 
 /// A Linux that has a disk in a file, and the folder of the test.
 struct Bed {
@@ -209,10 +209,12 @@ fn a_disk_that_is_resized_ends_the_protection_and_none_is_plugged_meanwhile() {
         vm.execute("blockdev-add", json!({ "driver": "null-co", "node-name": "more", "size": 1 << 20 })).unwrap();
         let plugged = vm.execute("device_add", json!({ "driver": "virtio-blk-pci", "drive": "more" })).unwrap_err();
         assert!(plugged.to_string().contains("migrat"), "{plugged}");
-        let disks = vm.execute("query-block", json!({})).unwrap();
-        let inserted = disks.as_array().unwrap().iter().find_map(|disk| disk["inserted"]["node-name"].as_str());
-        let size = json!({ "node-name": inserted.unwrap(), "size": 32 << 20 });
-        vm.execute("block_resize", size).unwrap();
+        // While an overlay is merged QEMU resizes nothing; the next one may take its place meanwhile.
+        wait_for("QEMU to resize the disk", || {
+            let disks = vm.execute("query-block", json!({})).unwrap();
+            let inserted = disks.as_array().unwrap().iter().find_map(|disk| disk["inserted"]["node-name"].as_str());
+            vm.execute("block_resize", json!({ "node-name": inserted.unwrap(), "size": 32 << 20 })).ok()
+        });
         let ended = keeper.wait();
         assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
         let why = "has 33554432 bytes, and had 16777216";
