@@ -27,8 +27,10 @@ pub(crate) const READ_LEN_AT: u32 = 0x500;
 const UNIT: u64 = 64;
 /// The most that [`Task::Read`] reads, in bytes.
 const READ_MOST: u64 = 256 << 20;
-/// Pages that [`Task::Write`] writes: 32 MiB.
+/// Pages that [`Task::Write`] and [`Task::Rewrite`] write: 32 MiB.
 pub(crate) const WRITTEN_PAGES: u32 = 8192;
+/// Pages that [`Task::WriteMore`] writes: 57 MiB.
+const MORE_PAGES: u32 = 57 << 8;
 
 /// A command of the guest: the byte that asks for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +39,10 @@ pub(crate) enum Task {
     Read,
     /// Adds 1 to the first word of each of the first [`WRITTEN_PAGES`] pages of the contents.
     Write,
+    /// The same with 57 MiB of pages.
+    WriteMore,
+    /// Writes each of those pages' address into its first word: the same at every time.
+    Rewrite,
     /// From now on a heartbeat 18 times a second, so that many guests together cost next to nothing.
     Slow,
 }
@@ -47,6 +53,8 @@ impl Task {
         match self {
             Self::Read => b'r',
             Self::Write => b'w',
+            Self::WriteMore => b'm',
+            Self::Rewrite => b'e',
             Self::Slow => b's',
         }
     }
@@ -141,8 +149,13 @@ pub(crate) fn firmware() -> Vec<u8> {
         0xcf, // iret
     ]);
     let put = put(&mut code);
-    let commands =
-        [(Task::Read, read(&mut code, put)), (Task::Write, write(&mut code, put)), (Task::Slow, slow(&mut code, put))];
+    let commands = [
+        (Task::Read, read(&mut code, put)),
+        (Task::Write, write(&mut code, put, Task::Write, WRITTEN_PAGES)),
+        (Task::WriteMore, write(&mut code, put, Task::WriteMore, MORE_PAGES)),
+        (Task::Rewrite, write(&mut code, put, Task::Rewrite, WRITTEN_PAGES)),
+        (Task::Slow, slow(&mut code, put)),
+    ];
     let start = start(&mut code, gdtr, wake);
     beats(&mut code, &commands);
     let mut image = code.0;
@@ -197,16 +210,19 @@ fn read(code: &mut Code, put: usize) -> usize {
     read
 }
 
-/// [`Task::Write`].
-fn write(code: &mut Code, put: usize) -> usize {
+/// A task that writes a word into each of the first pages.
+fn write(code: &mut Code, put: usize, task: Task, pages: u32) -> usize {
     let write = code.0.len();
     code.long(&[0x66, 0xbf], CONTENTS_AT); // mov edi, CONTENTS_AT
-    code.long(&[0x66, 0xb9], WRITTEN_PAGES); // mov ecx, WRITTEN_PAGES
-    let again = code.op(&[0x26, 0x67, 0x66, 0xff, 0x07]); // inc dword es:[edi]
+    code.long(&[0x66, 0xb9], pages); // mov ecx, pages
+    let again = code.op(match task {
+        Task::Rewrite => &[0x26, 0x67, 0x66, 0x89, 0x3f], // mov es:[edi], edi
+        _ => &[0x26, 0x67, 0x66, 0xff, 0x07],             // inc dword es:[edi]
+    });
     code.long(&[0x66, 0x81, 0xc7], 4096); // add edi, 4096
     code.op(&[0x66, 0x49]); // dec ecx
     code.back(JNZ, again);
-    code.op(&[0xb0, Task::Write.answer()]); // mov al, answer
+    code.op(&[0xb0, task.answer()]); // mov al, answer
     code.far(JMP, put);
     write
 }

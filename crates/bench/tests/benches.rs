@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 use std::process::Command;
 
-use limosa_testkit::{Ended, Program, qemu_skipped, skipped};
+use limosa_testkit::{Ended, Program, qemu_skipped, series_skipped, skipped};
 use serde_json::Value;
 
 /// Runs limosa-bench to its end.
@@ -118,6 +118,27 @@ fn every_command_on_images_is_measured_beside_qemu_img() {
         assert_eq!(result("convert qcow2 to raw", variant), 4096);
         assert!((500..1800).contains(&result("compress zlib", variant)), "{report}");
     }
+}
+
+#[test]
+fn checkpoints_are_watched_in_every_way_and_a_vm_is_continued_warm_and_cold() {
+    if qemu_skipped() || series_skipped() {
+        return;
+    }
+    let report = runs(&["protect", "--only", "same data"], 3, 1);
+    for case in report["cases"].as_array().unwrap() {
+        assert!(case["counters"]["checkpoints"].as_u64() > Some(3), "{case}");
+    }
+    let kept = &report["cases"][0]["counters"];
+    assert!(kept["pages"].as_u64() > Some(8192) && kept["kept_permille"].as_u64() < Some(500), "{report}");
+    let report = runs(&["protect", "--only", "failover, 1 GiB"], 3, 2);
+    for case in report["cases"].as_array().unwrap() {
+        assert!(case["counters"]["first_beat_us"].as_u64() > Some(0), "{case}");
+        let is_announced = case["variant"] != "QEMU's start alone";
+        assert_eq!(case["counters"]["first_frame_us"].is_u64(), is_announced, "{case}");
+    }
+    let report = runs(&["protect", "--only", "network limosa protect --every event"], 1, 0);
+    assert!(report["cases"][0]["counters"]["answer_median_us"].as_u64() > Some(0), "{report}");
 }
 
 #[test]

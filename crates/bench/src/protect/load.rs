@@ -19,10 +19,12 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub(super) enum Load {
     /// Nothing.
     None,
-    /// It rewrites 32 MiB in turns of half a second.
+    /// It changes 32 MiB in turns of half a second.
     Moderate,
-    /// It rewrites them again as soon as it is done, with a pause of 20 ms in which it beats.
+    /// It changes 57 MiB again as soon as it is done, with a pause of 20 ms in which it beats.
     Heavy,
+    /// It writes 32 MiB in such turns, with what they have already.
+    Same,
 }
 
 impl Load {
@@ -31,7 +33,16 @@ impl Load {
         match self {
             Self::None => None,
             Self::Moderate => Some(Duration::from_millis(500)),
-            Self::Heavy => Some(Duration::from_millis(20)),
+            Self::Heavy | Self::Same => Some(Duration::from_millis(20)),
+        }
+    }
+
+    /// The task of a turn.
+    fn task(self) -> Task {
+        match self {
+            Self::None | Self::Moderate => Task::Write,
+            Self::Heavy => Task::WriteMore,
+            Self::Same => Task::Rewrite,
         }
     }
 }
@@ -47,7 +58,7 @@ impl Guest {
         let beats = Arc::new(AtomicU64::new(0));
         let counted = Arc::clone(&beats);
         let mut orders = serial.try_clone().context("the serial port")?;
-        let mut order = move || orders.write_all(&[Task::Write.byte()]).is_ok();
+        let mut order = move || orders.write_all(&[load.task().byte()]).is_ok();
         let read = move || {
             let (mut serial, mut bytes, mut next) = (serial, [0; 4096], load.rest().map(|rest| Instant::now() + rest));
             let mut works = false;
@@ -55,7 +66,7 @@ impl Guest {
                 for byte in bytes.iter().take(got) {
                     if *byte == BEAT {
                         counted.fetch_add(1, Ordering::Relaxed);
-                    } else if *byte == Task::Write.answer() {
+                    } else if *byte == load.task().answer() {
                         works = false;
                         next = load.rest().map(|rest| Instant::now() + rest);
                     }
