@@ -114,7 +114,7 @@ pub use live::{
 ///
 /// Checkpoints of a VM that runs here are made by [`LiveSource::make_checkpoints`], in the same stream.
 pub mod checkpoints {
-    pub use crate::destination::{Checkpoint, CheckpointStats, Checkpoints, NextCheckpoint, NextState};
+    pub use crate::destination::{Aside, Checkpoint, CheckpointStats, Checkpoints, NextCheckpoint, NextState};
     pub use crate::live::source::{CheckpointReport, CheckpointSourceOptions, CheckpointsEnded};
 }
 

@@ -53,7 +53,6 @@
 //! # Ok(()) }
 //! ```
 
-mod aside;
 mod background;
 mod convergence;
 mod error;

@@ -15,12 +15,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
-use limosa_migrate::checkpoints::{Checkpoints, NextCheckpoint, NextState};
+use limosa_migrate::checkpoints::{Aside, Checkpoints, NextCheckpoint, NextState};
 use limosa_migrate::stored::{Destination, DestinationOptions};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
 
-use crate::aside::{Aside, Waiting};
 use crate::error::ProtectError;
 use crate::primary::{Primary, check_stop};
 use crate::report::{KeptBase, KeptCheckpoint, Tally};
@@ -118,9 +117,9 @@ impl Series<'_> {
         self.primary.commit(&pair, None)?;
         let bytes = self.handle.progress.read().bytes;
         (self.began)(&KeptBase { path: pair.newest().path.clone(), bytes, elapsed: begun.elapsed() });
-        let (mut before, mut waiting) = (None, Waiting::new(self.buffer));
+        let (mut before, mut aside) = (None, Aside::new(self.buffer));
         loop {
-            match self.checkpoint(&mut checkpoints, (&mut pair, &mut waiting), &mut before)? {
+            match self.checkpoint(&mut checkpoints, (&mut pair, &mut aside), &mut before)? {
                 Turned::Kept(one, after) => {
                     kept.tally.add(&one);
                     (self.kept)(&one);
@@ -171,7 +170,7 @@ impl Series<'_> {
     fn checkpoint(
         self,
         checkpoints: &mut Checkpoints,
-        (pair, waiting): (&mut CheckpointPair, &mut Waiting),
+        (pair, aside): (&mut CheckpointPair, &mut Aside),
         before: &mut Option<Instant>,
     ) -> Result<Turned, ProtectError> {
         let begun = Instant::now();
@@ -187,8 +186,7 @@ impl Series<'_> {
             return Ok(Turned::Over);
         }
         let stopping = if self.silence.runs_after_reply { Instant::now() } else { allowed };
-        let mut aside = Aside::new(pair, waiting);
-        let received = checkpoints.receive(&mut aside, Some(self.stall_timeout)).map_err(ProtectError::from);
+        let received = checkpoints.receive_aside(aside, pair, Some(self.stall_timeout)).map_err(ProtectError::from);
         let sealed = received.and_then(|checkpoint| {
             self.primary.seal_disks(checkpoint.number)?;
             let output = self.primary.seal(checkpoint.number);
@@ -198,7 +196,7 @@ impl Series<'_> {
         let (checkpoint, sealed) = match sealed {
             Ok(sealed) => sealed,
             Err(error) => {
-                waiting.forget();
+                aside.forget();
                 pair.abort();
                 return match error {
                     ProtectError::Migrate(MigrateError::CheckpointAbandoned { kind, value })
@@ -215,7 +213,7 @@ impl Series<'_> {
         self.primary.continued();
         let continued = Instant::now();
         let pause = continued.saturating_duration_since(stopping);
-        waiting.store(pair).map_err(MigrateError::Sink)?;
+        aside.store(pair)?;
         if !self.is_prepared(checkpoints, checkpoint.number)? {
             pair.abort();
             return Ok(Turned::Over);

@@ -18,6 +18,7 @@
 //! With [multifd channels](Destination::channels) most pages come on these, each read by a thread of its own, and
 //! meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.
 
+mod aside;
 mod buffer;
 mod colo;
 mod devices;
@@ -46,6 +47,7 @@ use crate::pages::PageSink;
 use phase::{Package, Phase, Whole};
 use receiver::{Receiver, Role};
 
+pub use aside::Aside;
 pub use colo::{Checkpoint, CheckpointStats, Checkpoints, NextCheckpoint, NextState};
 pub(crate) use hooks::Hooks;
 pub use incoming::ReceivedStream;

@@ -8,6 +8,8 @@
 //! law: orders are carried out in the order in which their buffers were handed over, from whichever thread, because the
 //! last contents of a page count.
 //!
+//! Pages that are stored later ([`Aside`](super::Aside)) need no such thread: their buffers are kept.
+//!
 //! A sink that is [memory](PageMemory) has no such thread: every reader carries out its own orders, before its buffer
 //! fills again and before each synchronization point. A page of the main channel goes through the buffer there too,
 //! because the eight bytes between two pages say where the second one belongs: they would have to be read by a call of
@@ -22,12 +24,15 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, broken_invariant, invariant, to_u64};
 use limosa_stream::xbzrle;
 
+use super::aside::{Aside, Keep, Keeping};
 use crate::control::{MovedPages, Progress};
 use crate::error::MigrateError;
 use crate::pages::{PageError, PageMemory, PageSink, StreamSetup};
 
 /// Buffers of a reading thread: one fills, one is emptied, one is ready for whichever is done first.
 const BUFFERS: usize = 3;
+/// Notes of an emptied buffer that stay allocated: those of a buffer full of pages.
+const NOTES_KEPT: usize = 1024;
 
 #[derive(Debug)]
 enum PageWrite {
@@ -89,8 +94,53 @@ impl PageWrites {
         self.list.is_empty()
     }
 
+    /// Forgets everything.
+    pub(super) fn forget(&mut self) {
+        self.list.clear();
+        self.places.clear();
+    }
+
+    /// Gives memory back that a buffer full of pages does not need.
+    pub(super) fn shrink(&mut self) {
+        self.list.shrink_to(NOTES_KEPT);
+    }
+
+    /// Bytes of memory that the notes take.
+    fn memory(&self) -> usize {
+        let sections = self.list.iter().map(|order| match order {
+            PageWrite::EarlySection(section) => section.capacity(),
+            _ => 0,
+        });
+        let notes = self.list.capacity().saturating_mul(size_of::<PageWrite>());
+        notes.saturating_add(self.places.capacity().saturating_mul(size_of::<usize>())).saturating_add(sections.sum())
+    }
+
+    /// The pages, which are noted in `seen`.
+    pub(super) fn moved(&self, seen: &mut [PageBitmap]) -> MovedPages {
+        let mut moved = MovedPages::default();
+        for order in &self.list {
+            let (block, pages) = match order {
+                PageWrite::EarlySection(_) => continue,
+                PageWrite::Zero { block, pages } => {
+                    moved.zero += pages.len();
+                    (*block, *pages)
+                }
+                PageWrite::Pages { block, first, count } => {
+                    moved.normal += to_u64(*count);
+                    (*block, PageRange::starting_at(*first, to_u64(*count)))
+                }
+                PageWrite::Delta { block, page, .. } => {
+                    moved.normal += 1;
+                    (*block, PageRange::starting_at(*page, 1))
+                }
+            };
+            moved.resent += see(seen, block, pages);
+        }
+        moved
+    }
+
     /// Hands everything to `target`, and forgets it.
-    fn carry_out(
+    pub(super) fn carry_out(
         &mut self,
         bytes: &[u8],
         target: &mut impl PageTarget,
@@ -134,8 +184,16 @@ impl PageWrites {
     }
 }
 
-/// The receiver of pages. Each method returns the number of pages that had been mentioned before.
-trait PageTarget {
+/// Notes that pages are mentioned; the number of those that had been before.
+fn see(seen: &mut [PageBitmap], block: usize, pages: PageRange) -> u64 {
+    let Some(seen) = seen.get_mut(block) else { return 0 };
+    let again = seen.count_in(pages);
+    seen.set_range(pages);
+    again
+}
+
+/// The receiver of pages. Each method returns the number of pages that had been mentioned before, if it counts them.
+pub(super) trait PageTarget {
     fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError>;
     fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError>;
     fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<u64, PageError>;
@@ -148,15 +206,6 @@ struct SinkTarget<'a, S: ?Sized> {
     seen: Vec<PageBitmap>,
 }
 
-impl<S: ?Sized> SinkTarget<'_, S> {
-    fn see(&mut self, block: usize, pages: PageRange) -> u64 {
-        let Some(seen) = self.seen.get_mut(block) else { return 0 };
-        let again = seen.count_in(pages);
-        seen.set_range(pages);
-        again
-    }
-}
-
 impl<S: PageSink + ?Sized> PageTarget for SinkTarget<'_, S> {
     fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError> {
         self.sink.put_early_sections(sections)
@@ -164,12 +213,12 @@ impl<S: PageSink + ?Sized> PageTarget for SinkTarget<'_, S> {
 
     fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError> {
         self.sink.put_pages(block, first, pages)?;
-        Ok(self.see(block, PageRange::starting_at(first, u64::try_from(pages.len())?)))
+        Ok(see(&mut self.seen, block, PageRange::starting_at(first, u64::try_from(pages.len())?)))
     }
 
     fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<u64, PageError> {
         self.sink.put_zero(block, pages)?;
-        Ok(self.see(block, pages))
+        Ok(see(&mut self.seen, block, pages))
     }
 
     fn read_back(&mut self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError> {
@@ -229,6 +278,41 @@ pub(super) struct Filled {
     pub(super) orders: PageWrites,
 }
 
+impl Filled {
+    /// A buffer in which nothing has come.
+    pub(super) fn empty(length: usize) -> Self {
+        Self { bytes: vec![0; length].into_boxed_slice(), orders: PageWrites::default() }
+    }
+
+    /// Bytes of memory that it takes.
+    pub(super) fn memory(&self) -> usize {
+        self.bytes.len().saturating_add(self.orders.memory())
+    }
+}
+
+/// Where pages go.
+pub(super) enum Landing<'a, S: ?Sized> {
+    /// To the sink, as they come.
+    Sink(&'a mut S),
+    /// Kept in their buffers, and to the sink if there is no room for these.
+    Aside(&'a mut Aside, &'a mut S),
+}
+
+/// Where pages go, of a stream whose layout is known.
+pub(super) enum Target<'a, S: ?Sized> {
+    Sink(&'a mut S),
+    Aside(Keeping<'a, S>),
+}
+
+impl<'a, S: PageSink + Send + ?Sized> Target<'a, S> {
+    pub(super) fn new(landing: Landing<'a, S>, setup: &StreamSetup) -> Self {
+        match landing {
+            Landing::Sink(sink) => Self::Sink(sink),
+            Landing::Aside(aside, sink) => Self::Aside(Keeping::new(aside, sink, setup)),
+        }
+    }
+}
+
 /// A buffer on its way, and the way back.
 #[derive(Debug)]
 pub(super) struct FullBuffer {
@@ -255,6 +339,8 @@ pub(super) enum WriterHandle<'a> {
     },
     /// Carries it out.
     Placed(DirectMemory<'a>),
+    /// Keeps it.
+    Kept(&'a dyn Keep, &'a PageCounts<'a>),
 }
 
 impl<'a> WriterHandle<'a> {
@@ -281,13 +367,14 @@ impl<'a> WriterHandle<'a> {
                 counts.count(batch);
                 Ok(Filled { bytes, orders })
             }
+            Self::Kept(keep, counts) => keep.keep(filled, counts),
         }
     }
 
     /// The memory that pages can be read straight into.
     pub(super) fn memory(&self) -> Option<DirectMemory<'a>> {
         match self {
-            Self::Handed { .. } => None,
+            Self::Handed { .. } | Self::Kept(..) => None,
             Self::Placed(direct) => Some(*direct),
         }
     }
@@ -299,16 +386,22 @@ pub(super) enum PageWriter<'scope> {
     Thread { queue: Sender<FullBuffer>, thread: ScopedJoinHandle<'scope, Result<(), MigrateError>> },
     /// To memory, by the thread that has read it.
     Memory(DirectMemory<'scope>),
+    /// Nowhere yet.
+    Kept(&'scope dyn Keep, &'scope PageCounts<'scope>),
 }
 
 impl<'scope> PageWriter<'scope> {
-    /// Starts the thread over `sink`, which has accepted the layout; none if it is memory.
+    /// Starts the thread over a sink, which has accepted the layout; none if it is memory, or pages are kept.
     pub(super) fn start<S: PageSink + Send + ?Sized>(
         scope: &'scope Scope<'scope, '_>,
-        sink: &'scope mut S,
+        target: &'scope mut Target<'_, S>,
         start: &StreamSetup,
         counts: &'scope PageCounts<'scope>,
     ) -> Result<Self, MigrateError> {
+        let sink = match target {
+            Target::Sink(sink) => &mut **sink,
+            Target::Aside(keeping) => return Ok(Self::Kept(&*keeping, counts)),
+        };
         if sink.memory().is_some() {
             let sink: &'scope S = sink;
             let gone = || MigrateError::Protocol("a sink that is memory at times".into());
@@ -339,12 +432,12 @@ impl<'scope> PageWriter<'scope> {
             Self::Thread { queue, .. } => {
                 let (home, emptied) = channel();
                 for _ in 1..BUFFERS {
-                    let filled = Filled { bytes: vec![0; length].into_boxed_slice(), orders: PageWrites::default() };
-                    let _ = home.send(FullBuffer { filled, home: home.clone() });
+                    let _ = home.send(FullBuffer { filled: Filled::empty(length), home: home.clone() });
                 }
                 WriterHandle::Handed { queue: queue.clone(), emptied, home: Some(home) }
             }
             Self::Memory(direct) => WriterHandle::Placed(*direct),
+            Self::Kept(keep, counts) => WriterHandle::Kept(*keep, counts),
         }
     }
 
@@ -355,7 +448,7 @@ impl<'scope> PageWriter<'scope> {
                 drop(queue);
                 thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sink panicked".into())))
             }
-            Self::Memory(_) => Ok(()),
+            Self::Memory(_) | Self::Kept(..) => Ok(()),
         }
     }
 }
