@@ -71,7 +71,7 @@ pub(super) fn run(options: &Options, qemu: &str, size: u64, way: Way) -> Result<
     let vm = start(&words)?;
     wait_until("QEMU's monitor", || Ok(monitor.exists().then_some(())))?;
     let arguments = ["--every", "100ms", "--output", "free"];
-    let standby = ["--standby", "--fence", "true", "--when-lost", "60m"];
+    let standby = ["--standby", "--fenced", "--when-lost", "60m"];
     let mut protection = match way {
         Way::Warm => Protection::elsewhere(options, &monitor, &arguments, &standby, &line)?,
         _ => Protection::here(options, &monitor, &arguments)?,

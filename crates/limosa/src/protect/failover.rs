@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use limosa_console::{anyhow_error_line, say};
 use limosa_protect::{give_back, has_survivor, take_over};
-use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Snapshot, SnapshotError};
+use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Manifest, Snapshot, SnapshotError};
 
 use super::fence::{Fence, run_command};
 use crate::args::{DisksArg, FailoverArgs, RunArgs};
-use crate::run;
+use crate::run::{self, Caller};
 
 /// How long a keeper whose VM has ended may take to end.
 const KEEPER_WITHIN: Duration = Duration::from_secs(10);
@@ -32,7 +32,9 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         bail!("{}: no checkpoint is in this directory", args.directory.display());
     }
     // Before anything is fenced: it would be the survivor. A keeper may be replacing the checkpoint at this moment.
-    refuse_survivor(&args.directory, has_survivor(&args.directory).unwrap_or(false))?;
+    if let Ok(manifest) = manifest(&snapshot) {
+        refuse_survivor(&args.directory, has_survivor(&args.directory, &manifest)?)?;
+    }
     let servers = args.how.disk_server.as_slice();
     let fence = Fence {
         gates: &args.gate,
@@ -42,31 +44,48 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     if let Some(command) = &args.fence {
         refuse_progress(&args.directory)?;
         // A keeper that still has the directory may change it at this moment.
-        fence.look(&snapshot).or_else(|_| {
+        let found = manifest(&snapshot).or_else(|_| {
             thread::sleep(LOOK_EVERY);
-            fence.look(&snapshot)
-        })?;
+            manifest(&snapshot)
+        });
+        fence.look(&found?)?;
         run_command(command)?;
     }
     let directory = newest(&args.directory)?;
+    let manifest = manifest(&snapshot)?;
     // Another failover may have been faster.
-    refuse_survivor(&args.directory, has_survivor(&args.directory)?)?;
-    let fenced_by = fence.close(&snapshot)?;
+    refuse_survivor(&args.directory, has_survivor(&args.directory, &manifest)?)?;
+    let fenced_by = fence.close(&manifest)?;
     if verbose > 0 && !fenced_by.is_empty() {
         say!("limosa: the protected VM is refused by {}", fenced_by.join(", "));
     }
-    // Its primary is turned away from now on, should it come back.
-    refuse_survivor(&args.directory, !take_over(&args.directory)?)?;
-    drop(directory);
+    let held = Cell::new(Some(directory));
     let FailoverArgs { directory, how, steer, start_within, command, .. } = args;
-    let had_guest = Cell::new(false);
-    let ended = run::run_noting(&RunArgs { snapshot, how, steer, start_within, command }, verbose, &had_guest);
-    if !had_guest.get()
-        && let Err(error) = give_back(&directory)
+    let (is_taken, had_guest) = (Cell::new(false), Cell::new(false));
+    // QEMU may be started a second time, if it does not know an option.
+    let take = || {
+        if !is_taken.get() {
+            // Its primary is turned away from now on, should it come back.
+            refuse_survivor(&directory, !take_over(&directory, &manifest)?)?;
+            is_taken.set(true);
+            drop(held.take());
+        }
+        Ok(())
+    };
+    let caller = Caller { started: &take, had_guest: &had_guest };
+    let ended = run::run_for(&caller, &RunArgs { snapshot, how, steer, start_within, command }, verbose);
+    if is_taken.get()
+        && !had_guest.get()
+        && let Err(error) = give_back(&directory, &manifest)
     {
         say!("limosa: {}", anyhow_error_line(&error.into()));
     }
     ended
+}
+
+/// Returns what a checkpoint says of its VM: nothing if no limosa of today has made it.
+fn manifest(snapshot: &Path) -> Result<Manifest, SnapshotError> {
+    Ok(Snapshot::open(snapshot)?.manifest().cloned().unwrap_or_else(Manifest::new))
 }
 
 fn refuse_survivor(directory: &Path, has_survivor: bool) -> anyhow::Result<()> {

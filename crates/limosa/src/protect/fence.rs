@@ -15,7 +15,7 @@ use limosa_protect::gate::{GateFence, fence_gate, query_gate};
 use limosa_qemu::{
     DroppedDisk, bring_overlays, check_bringable_overlays, check_droppable_disks, drop_disks_after, find_unfenced_disks,
 };
-use limosa_snapshot::{Manifest, Snapshot};
+use limosa_snapshot::Manifest;
 
 use super::gate::ANSWER_WITHIN;
 
@@ -47,36 +47,7 @@ impl Fence<'_> {
     /// # Errors
     /// The VM is not known to be off, and not everything would refuse it; a disk cannot be brought to the checkpoint; a
     /// gate or a server does not answer.
-    pub(super) fn look(self, snapshot: &Path) -> anyhow::Result<()> {
-        let snapshot = Snapshot::open(snapshot)?;
-        match snapshot.manifest() {
-            Some(manifest) => self.look_at(manifest),
-            None => self.check(&Manifest::new()),
-        }
-    }
-
-    /// Fences the VM of a checkpoint and brings its disks to it. Returns what refuses the VM, for people.
-    ///
-    /// # Errors
-    /// As of [`look`](Self::look): nothing has changed then. A gate or a server fails.
-    pub(super) fn close(self, snapshot: &Path) -> anyhow::Result<Vec<String>> {
-        let snapshot = Snapshot::open(snapshot)?;
-        let Some(manifest) = snapshot.manifest() else { return self.check(&Manifest::new()).map(|()| Vec::new()) };
-        self.look_at(manifest)?;
-        let mut closed = Vec::new();
-        if let Err(error) = self.fence(manifest, &mut closed) {
-            if closed.is_empty() {
-                return Err(error);
-            }
-            // A fence is not taken back: another failover may rely on it.
-            return Err(
-                error.context(format!("repeat the failover: the VM is refused already by {}", closed.join(", ")))
-            );
-        }
-        Ok(closed)
-    }
-
-    fn look_at(self, manifest: &Manifest) -> anyhow::Result<()> {
+    pub(super) fn look(self, manifest: &Manifest) -> anyhow::Result<()> {
         if let (Some([]), [disk, ..]) = (self.disk_servers, manifest.protected_disks.as_slice()) {
             bail!(
                 "the checkpoint has the disk {} ({}), which the server at {} served: give --disk-server, or --disks ignore",
@@ -95,6 +66,25 @@ impl Fence<'_> {
             check_droppable_disks(&manifest.protected_disks, epoch, servers)?;
         }
         Ok(())
+    }
+
+    /// Fences the VM of a checkpoint and brings its disks to it. Returns what refuses the VM, for people.
+    ///
+    /// # Errors
+    /// As of [`look`](Self::look): nothing has changed then. A gate or a server fails.
+    pub(super) fn close(self, manifest: &Manifest) -> anyhow::Result<Vec<String>> {
+        self.look(manifest)?;
+        let mut closed = Vec::new();
+        if let Err(error) = self.fence(manifest, &mut closed) {
+            if closed.is_empty() {
+                return Err(error);
+            }
+            // A fence is not taken back: another failover may rely on it.
+            return Err(
+                error.context(format!("repeat the failover: the VM is refused already by {}", closed.join(", ")))
+            );
+        }
+        Ok(closed)
     }
 
     /// Has everything refuse the VM, which is then in `closed`. The disks come last, as nothing takes their drop back.

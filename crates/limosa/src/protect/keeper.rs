@@ -14,7 +14,7 @@ use limosa_protect::{
     Continued, Farewell, KeepEvent, KeepOptions, KeepReport, KeepRequest, StandbyOptions, Survivor, keep,
 };
 use limosa_qemu::{check_command_line, check_program};
-use limosa_snapshot::CHECKPOINT_NAME;
+use limosa_snapshot::Manifest;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<ExitCode> {
     options.store.durability = durability(args.durable);
     let listener = Listener::bind(&args.uri, &Options { tls: args.tls.read()?, ..Options::default() })?;
     let (now, outcome) = (Arc::new(AtomicBool::new(false)), Mutex::new(None));
-    let fence = || fence(args);
+    let fence = |manifest: &Manifest| fence(args, manifest);
     let survive = |survivor| *outcome.lock() = Some(outlive(survivor, args));
     let standby = (!args.command.is_empty()).then_some(StandbyOptions {
         command: &args.command,
@@ -93,16 +93,15 @@ fn expect_reconnection(command: &[OsString]) -> anyhow::Result<()> {
 }
 
 /// Makes sure that the protected VM is off, or refused, and has its disks as of the checkpoint.
-fn fence(args: &KeeperArgs) -> Result<(), VmError> {
+fn fence(args: &KeeperArgs, manifest: &Manifest) -> Result<(), VmError> {
     let is_off = args.fenced || args.fence.is_some();
     let fence = Fence { gates: &args.gate, disk_servers: Some(&args.disk_server), is_off };
-    let snapshot = args.directory.join(CHECKPOINT_NAME);
     let close = || {
         if let Some(command) = &args.fence {
-            fence.look(&snapshot)?;
+            fence.look(manifest)?;
             run_command(command)?;
         }
-        fence.close(&snapshot)
+        fence.close(manifest)
     };
     let fenced_by = close().map_err(|error| anyhow_error_line(&error))?;
     if !fenced_by.is_empty() {

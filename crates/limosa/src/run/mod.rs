@@ -47,12 +47,20 @@ const END_WITHIN: Duration = Duration::from_secs(5);
 /// How long a QEMU that has closed its ends of everything may take until the kernel says that it has ended.
 const GONE_WITHIN: Duration = Duration::from_secs(2);
 
-pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
-    run_noting(args, verbose, &Cell::new(false))
+/// Who has a VM run, and what that means to it.
+pub(crate) struct Caller<'a> {
+    /// Is called once QEMU has been started, and before it gets its VM. If it fails, the VM does not run.
+    pub(crate) started: &'a dyn Fn() -> anyhow::Result<()>,
+    /// Whether QEMU had its VM: it may have run.
+    pub(crate) had_guest: &'a Cell<bool>,
 }
 
-/// Runs, and notes whether QEMU had its VM: it may have run.
-pub(crate) fn run_noting(args: &RunArgs, verbose: u8, had_guest: &Cell<bool>) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
+    run_for(&Caller { started: &|| Ok(()), had_guest: &Cell::new(false) }, args, verbose)
+}
+
+/// Runs the VM for a command that has more to do for it.
+pub(crate) fn run_for(caller: &Caller<'_>, args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
     job::check_listen(args.how.listen.as_ref())?;
@@ -69,7 +77,7 @@ pub(crate) fn run_noting(args: &RunArgs, verbose: u8, had_guest: &Cell<bool>) ->
     let relay = Relay::start()?;
     let notice = Notice { shown: verbose > 0 };
     let working_set = WorkingSetUse::prepare(&args.how.working_set, &snapshot, &|line| notice.tell(line))?;
-    let (mut qemu, greeted) = start::start(args, &snapshot, relay, &notice)?;
+    let (mut qemu, greeted) = start::start(args, &snapshot, relay, caller, &notice)?;
     let attempt = match greeted {
         Ok(qmp) => {
             let monitor = Arc::new(Monitor::new(qmp));
@@ -84,7 +92,7 @@ pub(crate) fn run_noting(args: &RunArgs, verbose: u8, had_guest: &Cell<bool>) ->
     // The restore has read all of this file, or has failed.
     drop(snapshot);
     let has_guest = attempt.has_guest();
-    had_guest.set(has_guest);
+    caller.had_guest.set(has_guest);
     let status = match attempt.result {
         Ok(report) => {
             if verbose > 0 {

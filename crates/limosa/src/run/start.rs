@@ -3,9 +3,11 @@
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::bail;
 use limosa_console::say;
+use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use limosa_qemu::{
     BlockPlace, MappedCommandLine, check_snapshot_not_shared, is_same_file, launch, missing_memory_option,
@@ -13,7 +15,7 @@ use limosa_qemu::{
 };
 use limosa_snapshot::Snapshot;
 
-use super::{GONE_WITHIN, Notice, Qemu, program};
+use super::{Caller, GONE_WITHIN, Notice, Qemu, program};
 use crate::args::{MemoryArg, RunArgs};
 use crate::relay::Relay;
 
@@ -21,16 +23,22 @@ use crate::relay::Relay;
 type Greeted = (Qemu, Result<Qmp, QmpError>);
 
 /// Starts QEMU and waits for its monitor.
-pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &Notice) -> anyhow::Result<Greeted> {
+pub(super) fn start(
+    args: &RunArgs,
+    snapshot: &Snapshot,
+    relay: Relay,
+    caller: &Caller<'_>,
+    notice: &Notice,
+) -> anyhow::Result<Greeted> {
     let file = snapshot.mapping_descriptor()?;
     let same = |name: &str| is_same_file(Path::new(name), &args.snapshot);
     if let Err(why) = check_snapshot_not_shared(&args.command, &same) {
         bail!("{why}; use share=off, or let limosa map it: --memory mapped without a memory backend");
     }
     let Some(mapped) = mapped_command(args, snapshot, file.as_fd(), notice)? else {
-        return launched(args, &name_memory_backend(&args.command, snapshot)?, &[], relay);
+        return launched(args, &name_memory_backend(&args.command, snapshot)?, &[], relay, caller);
     };
-    let (mut qemu, greeted) = launched(args, &mapped, &[file.as_fd()], relay)?;
+    let (mut qemu, greeted) = launched(args, &mapped, &[file.as_fd()], relay, caller)?;
     if greeted.is_ok() || qemu.relay.end_was_asked() || !qemu.ended_within(GONE_WITHIN)? {
         return Ok((qemu, greeted));
     }
@@ -42,7 +50,7 @@ pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &
     }
     // QEMU has complained already, in words of its own.
     say!("limosa: the memory is not mapped: {why}; --memory lazy starts it without this attempt");
-    launched(args, &name_memory_backend(&args.command, snapshot)?, &[], qemu.relay)
+    launched(args, &name_memory_backend(&args.command, snapshot)?, &[], qemu.relay, caller)
 }
 
 fn launched(
@@ -50,11 +58,20 @@ fn launched(
     command: &[OsString],
     inherited_fds: &[BorrowedFd<'_>],
     relay: Relay,
+    caller: &Caller<'_>,
 ) -> anyhow::Result<Greeted> {
     let launched = launch(command, inherited_fds)?;
     relay.aim(launched.child.id());
+    // QEMU starts meanwhile.
+    let told = (caller.started)();
     let (child, greeted) = launched.connect(&Options { greeting_timeout: args.start_within, ..Options::default() });
-    Ok((Qemu { child, relay, program: program(&args.command) }, greeted))
+    let mut qemu = Qemu { child, relay, program: program(&args.command) };
+    if let Err(error) = told {
+        let monitor = greeted.ok().map(|qmp| Arc::new(Monitor::new(qmp)));
+        qemu.end(monitor)?;
+        return Err(error);
+    }
+    Ok((qemu, greeted))
 }
 
 /// Returns the command line that makes the snapshot the memory; `None` if it is not wanted, or not possible and not

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use limosa_migrate::VmError;
 use limosa_page::error_with_causes;
 use limosa_qemu::{JobContext, refuse_changed_disks};
-use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Snapshot};
+use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Manifest, Snapshot};
 
 use super::desk::{Admission, Desk, Visitor, VmName};
 use super::message::Farewell;
@@ -36,15 +36,14 @@ const TRY_AGAIN: Duration = Duration::from_secs(5);
 
 /// Makes sure that the protected VM cannot run or reach anything, and has its disks as of the checkpoint. The directory
 /// is held from before, so that nobody else runs the VM from it.
-fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<CheckpointDirectory, VmError> {
+fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<(CheckpointDirectory, Manifest), VmError> {
     let held = CheckpointDirectory::open(directory)?;
+    let snapshot = Snapshot::open(&directory.join(CHECKPOINT_NAME))?;
+    let manifest = snapshot.manifest().cloned().unwrap_or_else(Manifest::new);
     // A VM that has continued without protection is better left alone.
-    if let Some(manifest) = Snapshot::open(&directory.join(CHECKPOINT_NAME))?.manifest() {
-        let epoch = manifest.checkpoint.unwrap_or(0);
-        refuse_changed_disks(&manifest.protected_disks, epoch, options.disk_servers)?;
-    }
-    (options.fence)()?;
-    Ok(held)
+    refuse_changed_disks(&manifest.protected_disks, manifest.checkpoint.unwrap_or(0), options.disk_servers)?;
+    (options.fence)(&manifest)?;
+    Ok((held, manifest))
 }
 
 /// Records a step until it is recorded: the VM has been fenced, and runs nowhere. `None` if the keeper is to end.
@@ -79,8 +78,8 @@ pub struct StandbyOptions<'a> {
     /// Fails over now, if the primary is lost.
     pub now: &'a AtomicBool,
     /// Makes sure that the protected VM cannot run or reach anything, now or later, and has its disks as of the
-    /// checkpoint; otherwise says why that is not sure.
-    pub fence: &'a (dyn Fn() -> Result<(), VmError> + Sync),
+    /// checkpoint, whose manifest it gets; otherwise says why that is not sure.
+    pub fence: &'a (dyn Fn(&Manifest) -> Result<(), VmError> + Sync),
     /// The control sockets of the servers of its disks. Without any, VMs whose disks belong to their checkpoints are
     /// not kept.
     pub disk_servers: &'a [PathBuf],
@@ -172,7 +171,7 @@ impl Lost {
             notice("the VM is not failed over by itself: it may run, or have done what its checkpoint does not know");
         }
         let mut ordered = false;
-        let held = loop {
+        let (held, manifest) = loop {
             desk.admit(self.admission());
             let due = self.due(options.when_lost);
             loop {
@@ -196,7 +195,7 @@ impl Lost {
                 continue;
             }
             match clear_the_way(options, directory) {
-                Ok(held) => break held,
+                Ok(clear) => break clear,
                 Err(why) => {
                     notice(&format!("not failed over: {}", error_with_causes(&*why)));
                     ordered = false;
@@ -204,7 +203,9 @@ impl Lost {
                 }
             }
         };
-        let Some(is_taken) = recorded(watch, || ownership::take_over(directory)) else { return Ok(Fate::Ended) };
+        let Some(is_taken) = recorded(watch, || ownership::take_over(directory, &manifest)) else {
+            return Ok(Fate::Ended);
+        };
         if !is_taken {
             notice("not failed over: the VM continues from its checkpoint already");
             return Ok(Fate::Gone);
@@ -217,7 +218,7 @@ impl Lost {
                     notice(&format!("{error}; the VM is restored from its checkpoint"));
                 }
                 // The restore records it again.
-                if recorded(watch, || ownership::give_back(directory)).is_none() {
+                if recorded(watch, || ownership::give_back(directory, &manifest)).is_none() {
                     return Ok(Fate::Ended);
                 }
                 Survivor::Stored(held.checkpoint())
