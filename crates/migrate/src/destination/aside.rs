@@ -117,13 +117,20 @@ impl Aside {
 
 /// Buffers that are kept for a checkpoint, by the threads that read its channels.
 pub(super) struct Keeping<'a, S: ?Sized> {
-    both: Mutex<(&'a mut Aside, &'a mut S)>,
+    shared: Mutex<Shared<'a, S>>,
+}
+
+struct Shared<'a, S: ?Sized> {
+    aside: &'a mut Aside,
+    sink: &'a mut S,
+    /// The failure of the sink: what waits is not whole.
+    failure: Option<MigrateError>,
 }
 
 impl<'a, S: PageSink + Send + ?Sized> Keeping<'a, S> {
     pub(super) fn new(aside: &'a mut Aside, sink: &'a mut S, setup: &StreamSetup) -> Self {
         aside.begin(setup);
-        Self { both: Mutex::new((aside, sink)) }
+        Self { shared: Mutex::new(Shared { aside, sink, failure: None }) }
     }
 }
 
@@ -131,14 +138,27 @@ impl<'a, S: PageSink + Send + ?Sized> Keeping<'a, S> {
 pub(super) trait Keep: Sync {
     /// Takes a buffer with its writes, and returns an empty one.
     fn keep(&self, filled: Filled, counts: &PageCounts<'_>) -> Result<Filled, MigrateError>;
+
+    /// Returns the failure of the sink, if it has failed.
+    fn finish(&self) -> Result<(), MigrateError>;
 }
 
 impl<S: PageSink + Send + ?Sized> Keep for Keeping<'_, S> {
     fn keep(&self, filled: Filled, counts: &PageCounts<'_>) -> Result<Filled, MigrateError> {
-        let mut both = self.both.lock();
-        let (aside, sink) = &mut *both;
-        counts.count(filled.orders.moved(&mut aside.seen));
-        aside.keep(filled, *sink)
+        let mut shared = self.shared.lock();
+        let Shared { aside, sink, failure } = &mut *shared;
+        if failure.is_none() {
+            counts.count(filled.orders.moved(&mut aside.seen));
+            match aside.keep(filled, *sink) {
+                Ok(empty) => return Ok(empty),
+                Err(error) => *failure = Some(error),
+            }
+        }
+        Err(MigrateError::Protocol("pages cannot be stored any more".into()))
+    }
+
+    fn finish(&self) -> Result<(), MigrateError> {
+        self.shared.lock().failure.take().map_or(Ok(()), Err)
     }
 }
 
@@ -230,8 +250,9 @@ mod tests {
         aside.seen.resize_with(1, || PageBitmap::new(PAGES));
         let handle = Handle::new();
         let counts = PageCounts::new(&handle.progress);
-        let keeping = Keeping { both: Mutex::new((aside, sink)) };
+        let keeping = Keeping { shared: Mutex::new(Shared { aside, sink, failure: None }) };
         let empty = keeping.keep(writes, &counts).unwrap();
+        keeping.finish().unwrap();
         assert!(empty.bytes.len() == LENGTH && empty.orders.is_empty());
         counts.total()
     }

@@ -448,7 +448,8 @@ impl<'scope> PageWriter<'scope> {
                 drop(queue);
                 thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sink panicked".into())))
             }
-            Self::Memory(_) | Self::Kept(..) => Ok(()),
+            Self::Memory(_) => Ok(()),
+            Self::Kept(keep, _) => keep.finish(),
         }
     }
 }
