@@ -59,6 +59,13 @@ impl Exports {
         is_refused
     }
 
+    /// Returns whether the VM that was [dropped](Self::drop_after) last under this name is refused, however it comes
+    /// back. The exports of another process know nothing of it.
+    #[must_use]
+    pub fn refuse_dropped(&self, export: &str) -> bool {
+        self.refusals.read().has_all(export)
+    }
+
     /// Refuses the VM of an export from now on, also when another export gets the name; those of other hosts if
     /// `other_hosts`.
     pub(crate) fn refuse(&self, export: &str, peers: &VmPeers, other_hosts: bool) {

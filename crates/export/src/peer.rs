@@ -115,18 +115,35 @@ impl VmPeers {
     }
 }
 
-/// The peers that are refused, by the names of exports.
+/// The peers that are refused at exports.
 #[derive(Debug, Default)]
-pub(crate) struct Refusals(Vec<(String, VmPeers)>);
+pub(crate) struct Refusals(Vec<Refused>);
+
+#[derive(Debug)]
+struct Refused {
+    export: String,
+    peers: VmPeers,
+    /// Whether the VM that was dropped last is among them as a whole.
+    is_whole: bool,
+}
 
 impl Refusals {
     /// Refuses the peers of an export from now on; those of other hosts if `other_hosts`.
     pub(crate) fn add(&mut self, export: &str, peers: &VmPeers, other_hosts: bool) {
         let refused = VmPeers { other_hosts: peers.other_hosts && other_hosts, ..peers.clone() };
-        match self.0.iter_mut().find(|(name, _)| name == export) {
-            Some((_, known)) => known.add_all(&refused),
-            None => self.0.push((export.to_owned(), refused)),
+        let is_whole = peers.are_recognized() && refused.other_hosts == peers.other_hosts;
+        match self.0.iter_mut().find(|known| known.export == export) {
+            Some(known) => {
+                known.peers.add_all(&refused);
+                known.is_whole = is_whole;
+            }
+            None => self.0.push(Refused { export: export.to_owned(), peers: refused, is_whole }),
         }
+    }
+
+    /// Whether the VM that was dropped last at an export is refused, however it comes back.
+    pub(crate) fn has_all(&self, export: &str) -> bool {
+        self.0.iter().any(|known| known.export == export && known.is_whole)
     }
 
     /// Whether a peer is refused.
@@ -137,7 +154,7 @@ impl Refusals {
             Peer::OtherHost => peers.other_hosts,
             Peer::Unknown => false,
         };
-        self.0.iter().any(|(name, peers)| name == export && is_its(peers))
+        self.0.iter().any(|known| known.export == export && is_its(&known.peers))
     }
 }
 

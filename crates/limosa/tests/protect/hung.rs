@@ -13,8 +13,8 @@ use crate::gate::{count, counting, networked, scene as network_scene};
 use crate::needs_newest_qemu;
 use crate::outside::Outside;
 use crate::overlays::{sectors_written, start_writer, wait_writes};
-use crate::scene::{Failover, wait_said};
-use crate::stage::wait_for;
+use crate::scene::{Failover, text, wait_said};
+use crate::stage::{limosa, wait_for};
 
 /// How long a primary that has continued may try to do harm.
 const HARM: Duration = Duration::from_secs(3);
@@ -106,6 +106,40 @@ fn hang(bed: &Bed, limosa_hangs: bool) {
     let last: u64 = last.unwrap();
     assert!((last..=last + 2).contains(&found), "{found} writes, and {last} were announced");
     drop((vm, keeper));
+}
+
+#[test]
+fn a_disk_server_that_was_started_since_a_failover_refuses_nobody_and_says_so() {
+    needs_newest_qemu!();
+    let bed = Bed::over(Transport::Nbd, DiskFormat::Qcow2, networked);
+    let _outside = Outside::listen(&bed.path("world.net"));
+    let _gate = bed.scene.gate(&[]);
+    let server = bed.serve(&[]);
+    let vm = start_writer(&bed.scene.machine);
+    let (gate_socket, control) = (bed.path("gate").display().to_string(), bed.control());
+    let fences = ["--gate", &gate_socket, "--disk-server", &control];
+    let keeper = bed.scene.protect(&vm, &[&fences[..], &["--every", "50ms"]].concat());
+    bed.scene.wait_checkpoint(5, &keeper);
+    send(vm.pid(), Signal::STOP);
+    keeper.signal(Signal::KILL);
+    keeper.wait();
+    let (kept, line) = (bed.scene.kept(), bed.scene.survivor_line());
+    let failover = |more: &str| {
+        let words = ["protect", "failover"].into_iter().chain(fences).chain([text(&kept), "--"]);
+        limosa(words.chain(line.iter().map(String::as_str)).chain([more]))
+    };
+    assert_ne!(failover("-no-such-option").status.code(), Some(0));
+    // The server knows whom it refuses, so the failover may be repeated.
+    let failed = failover("-no-such-option");
+    assert!(!failed.stderr.contains("may still run"), "{}", failed.stderr);
+    server.signal(Signal::TERM);
+    server.wait().success();
+    let _server = bed.serve(&[]);
+    failover("-S").one_line(&["the protected VM may still run", "could not tell it from its survivor", "--fenced"]);
+    drop(vm);
+    let failover = bed.scene.failover(&[&fences[..], &["--fenced"]].concat());
+    wait_turns(&failover, 5);
+    failover.end();
 }
 
 #[test]

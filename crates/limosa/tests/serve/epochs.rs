@@ -294,8 +294,9 @@ fn a_server_that_is_started_again_after_a_drop_knows_the_epoch_until_the_disk_is
         let log = asked(&bed, &["list"])["exports"][0]["protection"]["log"].clone();
         let recovered = || Keeper::new(&bed).say("query-export", json!({ "name": "" })).unwrap()["recovered"].clone();
         ctl(&bed, &["drop", "", "1", "--serve-again", "--fence"]).success();
-        for is_written in [false, false, true] {
-            let expected = json!({ "log": log, "epoch": 1, "written": is_written });
+        for (is_written, is_refused) in [(false, true), (false, false), (true, false)] {
+            // A server that was started since knows nobody.
+            let expected = json!({ "log": log, "epoch": 1, "written": is_written, "vm-refused": is_refused });
             if is_written {
                 vm.write(0, 9).unwrap();
             }

@@ -256,14 +256,19 @@ pub fn check_droppable(disks: &[ProtectedDisk], epoch: u64, controls: &[PathBuf]
     disks.iter().try_for_each(check)
 }
 
-/// Returns the disks of a checkpoint whose servers would not recognize the VM when it comes back. `controls`: the
-/// servers' control sockets.
+/// Returns the disks of a checkpoint whose servers would not recognize the VM when it comes back, or do not refuse it
+/// although they have dropped what it wrote: one that was started since knows nobody. `controls`: the servers' control
+/// sockets.
 #[must_use]
 pub fn find_unfenced_disks(disks: &[ProtectedDisk], controls: &[PathBuf]) -> Vec<String> {
-    let is_unfenced = |disk: &&ProtectedDisk| {
-        let found = protecting(disk, controls);
-        // One that was dropped already has refused it then.
-        found.is_some_and(|(_, found)| found.pointer("/protection/vm/recognized") != Some(&Value::Bool(true)))
+    let is_true = |found: &Value, place: &str| found.pointer(place) == Some(&Value::Bool(true));
+    let is_unfenced = |disk: &&ProtectedDisk| match protecting(disk, controls) {
+        Some((_, found)) => !is_true(&found, "/protection/vm/recognized"),
+        None => {
+            let mut answers = controls.iter().filter_map(|control| asked(disk, control).ok());
+            let is_dropped = |found: &Value| log_of(found, "recovered") == Some(disk.log);
+            !answers.any(|(_, found)| is_dropped(&found) && is_true(&found, "/recovered/vm-refused"))
+        }
     };
     disks.iter().filter(is_unfenced).map(|disk| disk.device.clone()).collect()
 }

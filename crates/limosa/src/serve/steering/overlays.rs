@@ -34,7 +34,10 @@ impl Steering {
             let done = export.counters();
             // One that failed may have written a part.
             let is_written = done.writes > 0 || done.zeroes > 0 || done.failures > 0;
-            answer.insert("recovered".into(), json!({ "log": log, "epoch": epoch, "written": is_written }));
+            // A server that was started since knows nobody.
+            let is_refused = self.exports.refuse_dropped(&request.name);
+            let recovered = json!({ "log": log, "epoch": epoch, "written": is_written, "vm-refused": is_refused });
+            answer.insert("recovered".into(), recovered);
         }
         if let Some(protection) = report::protection(&export) {
             answer.insert("protection".into(), protection);
