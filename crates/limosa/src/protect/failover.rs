@@ -32,59 +32,66 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         bail!("{}: no checkpoint is in this directory", args.directory.display());
     }
     // Before anything is fenced: it would be the survivor. A keeper may be replacing the checkpoint at this moment.
-    if let Ok(manifest) = manifest(&snapshot) {
+    if let Ok(manifest) = read_manifest(&snapshot) {
         refuse_survivor(&args.directory, has_survivor(&args.directory, &manifest)?)?;
     }
-    let servers = args.how.disk_server.as_slice();
+    let FailoverArgs { directory: place, fenced, fence: command, gate, how, steer, start_within, command: line } = args;
+    let vm = RunArgs { snapshot: snapshot.clone(), how, steer, start_within, command: line };
+    // A VM that could not be continued is better left alone, too.
+    again(|| run::check(&vm))?;
     let fence = Fence {
-        gates: &args.gate,
-        disk_servers: (args.how.disks == DisksArg::Check).then_some(servers),
-        is_off: args.fenced || args.fence.is_some(),
+        gates: &gate,
+        disk_servers: (vm.how.disks == DisksArg::Check).then_some(vm.how.disk_server.as_slice()),
+        is_off: fenced || command.is_some(),
     };
-    if let Some(command) = &args.fence {
-        refuse_progress(&args.directory)?;
+    if let Some(command) = &command {
+        refuse_progress(&place)?;
         // A keeper that still has the directory may change it at this moment.
-        let found = manifest(&snapshot).or_else(|_| {
-            thread::sleep(LOOK_EVERY);
-            manifest(&snapshot)
-        });
-        fence.look(&found?)?;
+        fence.look(&again(|| Ok(read_manifest(&snapshot)?))?)?;
         run_command(command)?;
     }
-    let directory = newest(&args.directory)?;
-    let manifest = manifest(&snapshot)?;
+    let directory = newest(&place)?;
+    let manifest = read_manifest(&snapshot)?;
     // Another failover may have been faster.
-    refuse_survivor(&args.directory, has_survivor(&args.directory, &manifest)?)?;
+    refuse_survivor(&place, has_survivor(&place, &manifest)?)?;
     let fenced_by = fence.close(&manifest)?;
     if verbose > 0 && !fenced_by.is_empty() {
         say!("limosa: the protected VM is refused by {}", fenced_by.join(", "));
     }
     let held = Cell::new(Some(directory));
-    let FailoverArgs { directory, how, steer, start_within, command, .. } = args;
     let (is_taken, had_guest) = (Cell::new(false), Cell::new(false));
     // QEMU may be started a second time, if it does not know an option.
     let take = || {
         if !is_taken.get() {
             // Its primary is turned away from now on, should it come back.
-            refuse_survivor(&directory, !take_over(&directory, &manifest)?)?;
+            refuse_survivor(&place, !take_over(&place, &manifest)?)?;
             is_taken.set(true);
             drop(held.take());
         }
         Ok(())
     };
     let caller = Caller { started: &take, had_guest: &had_guest };
-    let ended = run::run_for(&caller, &RunArgs { snapshot, how, steer, start_within, command }, verbose);
-    if is_taken.get()
-        && !had_guest.get()
-        && let Err(error) = give_back(&directory, &manifest)
-    {
-        say!("limosa: {}", anyhow_error_line(&error.into()));
+    let ended = run::run_for(&caller, &vm, verbose);
+    if is_taken.get() && !had_guest.get() {
+        // Held, so that no other failover writes the record meanwhile.
+        let given_back = newest(&place).and_then(|_held| Ok(give_back(&place, &manifest)?));
+        if let Err(error) = given_back {
+            say!("limosa: {}", anyhow_error_line(&error));
+        }
     }
     ended
 }
 
+/// Tries once more what may have failed because a keeper that has the directory changed it at this moment.
+fn again<T>(done: impl Fn() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    done().or_else(|_| {
+        thread::sleep(LOOK_EVERY);
+        done()
+    })
+}
+
 /// Returns what a checkpoint says of its VM: nothing if no limosa of today has made it.
-fn manifest(snapshot: &Path) -> Result<Manifest, SnapshotError> {
+fn read_manifest(snapshot: &Path) -> Result<Manifest, SnapshotError> {
     Ok(Snapshot::open(snapshot)?.manifest().cloned().unwrap_or_else(Manifest::new))
 }
 

@@ -56,14 +56,15 @@ impl Fence<'_> {
                 disk.control.display()
             );
         }
-        self.check(manifest)?;
-        for gate in self.gates {
-            self.check_gate(gate, query_gate(gate, ANSWER_WITHIN, manifest.protection.unwrap_or_default())?)?;
-        }
+        // First what no fence would help with.
         if let Some(servers) = self.disk_servers {
             let epoch = manifest.checkpoint.unwrap_or(0);
             check_bringable_overlays(&manifest.overlaid_disks, epoch)?;
             check_droppable_disks(&manifest.protected_disks, epoch, servers)?;
+        }
+        self.check(manifest)?;
+        for gate in self.gates {
+            self.check_gate(gate, query_gate(gate, ANSWER_WITHIN, manifest.protection.unwrap_or_default())?)?;
         }
         Ok(())
     }

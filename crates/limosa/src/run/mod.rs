@@ -59,8 +59,11 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     run_for(&Caller { started: &|| Ok(()), had_guest: &Cell::new(false) }, args, verbose)
 }
 
-/// Runs the VM for a command that has more to do for it.
-pub(crate) fn run_for(caller: &Caller<'_>, args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
+/// Checks everything that can be known before anything has begun.
+///
+/// # Errors
+/// The VM would not run.
+pub(crate) fn check(args: &RunArgs) -> anyhow::Result<(CommandLineProperties, Snapshot)> {
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
     job::check_listen(args.how.listen.as_ref())?;
@@ -69,6 +72,13 @@ pub(crate) fn run_for(caller: &Caller<'_>, args: &RunArgs, verbose: u8) -> anyho
         misused("--set-clock on cannot be used for a VM that stays paused");
     }
     let snapshot = Snapshot::open(&args.snapshot)?;
+    start::check(args, &snapshot)?;
+    Ok((line, snapshot))
+}
+
+/// Runs the VM for a command that has more to do for it.
+pub(crate) fn run_for(caller: &Caller<'_>, args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
+    let (line, snapshot) = check(args)?;
     if args.how.disks == DisksArg::Check
         && let Some(manifest) = snapshot.manifest()
     {

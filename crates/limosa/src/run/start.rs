@@ -3,11 +3,9 @@
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::bail;
 use limosa_console::say;
-use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use limosa_qemu::{
     BlockPlace, MappedCommandLine, check_snapshot_not_shared, is_same_file, launch, missing_memory_option,
@@ -22,6 +20,16 @@ use crate::relay::Relay;
 /// A QEMU, and its monitor if it has opened one.
 type Greeted = (Qemu, Result<Qmp, QmpError>);
 
+/// Checks that QEMU can be started with this snapshot as it is asked for.
+pub(super) fn check(args: &RunArgs, snapshot: &Snapshot) -> anyhow::Result<()> {
+    let same = |name: &str| is_same_file(Path::new(name), &args.snapshot);
+    if let Err(why) = check_snapshot_not_shared(&args.command, &same) {
+        bail!("{why}; use share=off, or let limosa map it: --memory mapped without a memory backend");
+    }
+    let file = snapshot.mapping_descriptor()?;
+    mapped_command(args, snapshot, file.as_fd(), &Notice { shown: false }).map(drop)
+}
+
 /// Starts QEMU and waits for its monitor.
 pub(super) fn start(
     args: &RunArgs,
@@ -31,10 +39,6 @@ pub(super) fn start(
     notice: &Notice,
 ) -> anyhow::Result<Greeted> {
     let file = snapshot.mapping_descriptor()?;
-    let same = |name: &str| is_same_file(Path::new(name), &args.snapshot);
-    if let Err(why) = check_snapshot_not_shared(&args.command, &same) {
-        bail!("{why}; use share=off, or let limosa map it: --memory mapped without a memory backend");
-    }
     let Some(mapped) = mapped_command(args, snapshot, file.as_fd(), notice)? else {
         return launched(args, &name_memory_backend(&args.command, snapshot)?, &[], relay, caller);
     };
@@ -62,16 +66,14 @@ fn launched(
 ) -> anyhow::Result<Greeted> {
     let launched = launch(command, inherited_fds)?;
     relay.aim(launched.child.id());
+    let program = program(&args.command);
     // QEMU starts meanwhile.
-    let told = (caller.started)();
-    let (child, greeted) = launched.connect(&Options { greeting_timeout: args.start_within, ..Options::default() });
-    let mut qemu = Qemu { child, relay, program: program(&args.command) };
-    if let Err(error) = told {
-        let monitor = greeted.ok().map(|qmp| Arc::new(Monitor::new(qmp)));
-        qemu.end(monitor)?;
+    if let Err(error) = (caller.started)() {
+        Qemu { child: launched.child, relay, program }.end(None)?;
         return Err(error);
     }
-    Ok((qemu, greeted))
+    let (child, greeted) = launched.connect(&Options { greeting_timeout: args.start_within, ..Options::default() });
+    Ok((Qemu { child, relay, program }, greeted))
 }
 
 /// Returns the command line that makes the snapshot the memory; `None` if it is not wanted, or not possible and not

@@ -9,6 +9,7 @@ use crate::needs_newest_qemu;
 use crate::outside::Outside;
 use crate::overlays::{start_writer, wait_writes};
 use crate::scene::{Scene, text};
+use crate::stage::limosa;
 
 #[test]
 fn a_failover_to_an_old_checkpoint_is_refused_and_neither_fences_the_vm_nor_cuts_it_off() {
@@ -39,6 +40,24 @@ fn a_failover_to_an_old_checkpoint_is_refused_and_neither_fences_the_vm_nor_cuts
     bed.scene.forget();
     let keeper = bed.scene.protect(&vm, &[&fences[..], &["--every", "50ms"]].concat());
     bed.scene.wait_checkpoint(2, &keeper);
+}
+
+#[test]
+fn a_failover_whose_vm_could_not_run_here_fences_nothing() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let keeper = scene.protect(&vm, &["--every", "100ms"]);
+    scene.wait_checkpoint(2, &keeper);
+    keeper.signal(Signal::INT);
+    keeper.wait().success();
+    let (ran, kept, line) = (scene.path("ran"), scene.kept(), scene.survivor_line());
+    let command = format!("touch {}", ran.display());
+    let fenced = ["protect", "failover", "--fence", &command, text(&kept)].into_iter();
+    limosa(fenced.clone().chain(["--", "no-such-qemu"])).one_line(&["no-such-qemu"]);
+    let mapped = fenced.chain(["--memory", "mapped", "--channels", "2", "--"]);
+    limosa(mapped.chain(line.iter().map(String::as_str))).one_line(&["--channels is for memory that is sent"]);
+    assert!(!ran.exists(), "the fence command was run");
 }
 
 #[test]
