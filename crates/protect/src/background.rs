@@ -28,6 +28,7 @@ use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
 use crate::error::ProtectError;
 use crate::guard::{Seen, note_end};
 use crate::keeper::{accept, is_cut};
+use crate::preflight::Preflight;
 use crate::primary::{LOOK_EVERY, LocalVm, Tell, Teller, is_running};
 use crate::remote::{Farewell, Forward, Greeted, KeptNotes};
 use crate::report::{KeptBase, KeptCheckpoint};
@@ -43,6 +44,8 @@ const END_OF_SECTIONS: u8 = 0;
 /// Background snapshots that become checkpoints.
 pub(crate) struct Background<'a> {
     vm: LocalVm<'a>,
+    /// The VM as it was when its protection began.
+    found: &'a Preflight,
     listener: &'a Listener,
     began: &'a (dyn Fn(&KeptBase) + Sync),
     kept: &'a (dyn Fn(&KeptCheckpoint) + Sync),
@@ -69,8 +72,13 @@ struct Onto<'p> {
 
 impl<'a> Background<'a> {
     /// Snapshots that QEMU sends to `listener`.
-    pub(crate) fn new(vm: LocalVm<'a>, listener: &'a Listener, (began, kept): Reports<'a>) -> Self {
-        Self { vm, listener, began, kept, seen: Seen::default() }
+    pub(crate) fn new(
+        vm: LocalVm<'a>,
+        found: &'a Preflight,
+        listener: &'a Listener,
+        (began, kept): Reports<'a>,
+    ) -> Self {
+        Self { vm, found, listener, began, kept, seen: Seen::default() }
     }
 
     /// Makes checkpoints until something ends them.
@@ -97,6 +105,13 @@ impl<'a> Background<'a> {
             });
         }
         (kept, self.seen)
+    }
+
+    /// Waits until the VM runs, and looks whether it has the same devices: QEMU plugs some between snapshots, and they
+    /// are held back and fenced by nobody.
+    fn wait_running(&self, tell: Option<Tell<'_>>) -> Result<(), ProtectError> {
+        self.vm.wait_running(tell)?;
+        self.found.expect_same_devices(self.vm.monitor)
     }
 
     fn announce(&self) {
@@ -149,7 +164,7 @@ impl<'a> Background<'a> {
             keeper.wait_reply()?;
             let tell = |runs| keeper.tell(runs);
             self.wait_due(before, Some(&tell))?;
-            self.vm.wait_running(Some(&tell))?;
+            self.wait_running(Some(&tell))?;
             outputs.seal(number).map_err(ProtectError::Gate)?;
             let Snapshot { stream, begun, pause } = self.forward(keeper)?;
             keeper.request()?;
@@ -189,7 +204,7 @@ impl<'a> Background<'a> {
         }
         let catch_up = catching_up.elapsed();
         self.wait_due(*before, None)?;
-        self.vm.wait_running(None)?;
+        self.wait_running(None)?;
         let number = pair.number() + 1;
         outputs.seal(number).map_err(ProtectError::Gate)?;
         let snapshot = self.snapshot(&mut Onto { pair: &mut *pair, setup }).and_then(|snapshot| {

@@ -350,7 +350,7 @@ impl Protection<'_> {
         };
         let (mut kept, mut seen) = match place {
             place if options.method == CheckpointMethod::Background => {
-                let snapshots = Background::new(vm, &listener, (began, kept));
+                let snapshots = Background::new(vm, found, &listener, (began, kept));
                 match place {
                     Place::Here(base) => snapshots.keep(*base, found.series()),
                     Place::There(keeper) => snapshots.send(keeper),

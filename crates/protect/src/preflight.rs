@@ -136,7 +136,7 @@ impl Preflight {
         match other.next() {
             None => Ok(()),
             Some(device) => Err(ProtectError::Refused(format!(
-                "the VM was changed while it was not protected: {device} was added or removed"
+                "the VM was changed while no checkpoint was made: {device} was added or removed"
             ))),
         }
     }

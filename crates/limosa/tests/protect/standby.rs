@@ -240,6 +240,36 @@ fn a_second_keeper_of_one_directory_and_a_failover_without_fencing_are_refused()
 }
 
 #[test]
+fn a_keeper_that_waits_leaves_the_survivor_of_a_failover_by_hand_alone() {
+    needs_newest_qemu!();
+    for is_protected_again in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let ran = folder.path().join("ran");
+        let fence = format!("touch {}", ran.display());
+        let (pair, keeper) = Pair::new(&["--standby", "--when-lost", "3s", "--fence", &fence]);
+        pair.kill();
+        wait_said(&keeper, "may be lost");
+        let failover = pair.scene.failover(&["--fenced"]);
+        failover.wait_passes(2);
+        let mut why = "the VM continues from its checkpoint already";
+        if is_protected_again {
+            why = "the directory has the checkpoint of another protection";
+            let before = pair.scene.newest();
+            let again = pair.scene.protect_at(&pair.scene.path("qmp"), &["--every", "50ms"]);
+            wait_for("the base of the survivor", || (pair.scene.newest() < before).then_some(()));
+            pair.scene.wait_checkpoint(2, &again);
+            again.signal(Signal::INT);
+            again.wait().success();
+        }
+        wait_said(&keeper, why);
+        assert!(!ran.exists(), "the fence command was run");
+        failover.check_and_end();
+        keeper.signal(Signal::INT);
+        keeper.wait().success();
+    }
+}
+
+#[test]
 fn a_failover_by_hand_beside_the_vm_that_a_keeper_continues_is_refused() {
     needs_newest_qemu!();
     let (pair, keeper) = Pair::new(&["--standby", "--when-lost", "100ms", "--fenced"]);

@@ -268,6 +268,10 @@ impl<'k> Desk<'k> {
             _ if !self.takes_disks && !manifest.protected_disks.is_empty() => {
                 Answer::Refused("it has to continue the VM, and knows no server of its disks".into())
             }
+            // Their paths are those of another host.
+            _ if !manifest.overlaid_disks.is_empty() => {
+                Answer::Refused("overlays belong to checkpoints that are kept on their own host".into())
+            }
             Admission::Anybody => self.welcome(manifest),
             Admission::Only(lost) if is_named(lost) && lost.may_be(&VmName::of(manifest)) => self.welcome(manifest),
             Admission::Only(_) => Answer::Busy("it waits for another VM that may be lost".into()),

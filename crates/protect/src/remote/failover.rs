@@ -1,7 +1,8 @@
 //! When a keeper continues the VM itself.
 //!
 //! Law: **at most one side runs the VM.** The order is: the primary is lost, for as long as was said; no primary is let
-//! in any more; fencing succeeds; its disks are brought to the checkpoint; it is recorded, durably, that this
+//! in any more; the directory still has the checkpoint of its protection, and nothing continues from it; fencing
+//! succeeds; its disks are brought to the checkpoint; it is recorded, durably, that this
 //! protection is over; the VM runs. A keeper that is killed before the last step runs nothing, and one that is killed
 //! after it is the only one that ran it: its standby gets the end of its stream in one piece.
 //!
@@ -22,6 +23,7 @@ use limosa_migrate::VmError;
 use limosa_page::error_with_causes;
 use limosa_qemu::{JobContext, refuse_changed_disks};
 use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Manifest, Snapshot};
+use uuid::Uuid;
 
 use super::desk::{Admission, Desk, Visitor, VmName};
 use super::message::Farewell;
@@ -34,16 +36,43 @@ const TICK: Duration = Duration::from_millis(20);
 /// How soon a step that has failed is tried again, at the earliest.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
 
-/// Makes sure that the protected VM cannot run or reach anything, and has its disks as of the checkpoint. The directory
-/// is held from before, so that nobody else runs the VM from it.
-fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path) -> Result<(CheckpointDirectory, Manifest), VmError> {
+/// A directory that is held, with the checkpoint of a VM that cannot run or reach anything any more.
+struct Cleared {
+    held: CheckpointDirectory,
+    manifest: Manifest,
+}
+
+/// Why a VM is not failed over.
+enum Refusal {
+    /// It cannot be for now.
+    Failed(VmError),
+    /// It never is: its checkpoint has been failed over, or is gone.
+    Gone(&'static str),
+}
+
+impl<E: Into<VmError>> From<E> for Refusal {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// Makes sure that the VM of a protection cannot run or reach anything, and has its disks as of its checkpoint. The
+/// directory is held from before, so that nobody else runs the VM from it.
+fn clear_the_way(options: &StandbyOptions<'_>, directory: &Path, protection: Uuid) -> Result<Cleared, Refusal> {
     let held = CheckpointDirectory::open(directory)?;
     let snapshot = Snapshot::open(&directory.join(CHECKPOINT_NAME))?;
     let manifest = snapshot.manifest().cloned().unwrap_or_else(Manifest::new);
+    // Before anything is fenced: it would be the survivor of a failover by hand, or another VM.
+    if manifest.protection != Some(protection) {
+        return Err(Refusal::Gone("the directory has the checkpoint of another protection"));
+    }
+    if ownership::has_survivor(directory, &manifest)? {
+        return Err(Refusal::Gone("the VM continues from its checkpoint already"));
+    }
     // A VM that has continued without protection is better left alone.
     refuse_changed_disks(&manifest.protected_disks, manifest.checkpoint.unwrap_or(0), options.disk_servers)?;
     (options.fence)(&manifest)?;
-    Ok((held, manifest))
+    Ok(Cleared { held, manifest })
 }
 
 /// Records a step until it is recorded: the VM has been fenced, and runs nowhere. `None` if the keeper is to end.
@@ -110,6 +139,8 @@ pub enum Survivor {
 /// A VM that is lost.
 pub(super) struct Lost {
     name: VmName,
+    /// Whose checkpoint it is, if it is there still.
+    protection: Uuid,
     farewell: Option<Farewell>,
     /// The QEMU that has its memory.
     standby: Option<Standby>,
@@ -134,8 +165,13 @@ pub(super) enum Fate {
 }
 
 impl Lost {
-    pub(super) fn new(name: VmName, farewell: Option<Farewell>, standby: Option<Standby>, by_itself: bool) -> Self {
-        Self { name, farewell, standby, by_itself, since: Instant::now(), again: None }
+    pub(super) fn new(
+        (name, protection): (VmName, Uuid),
+        farewell: Option<Farewell>,
+        standby: Option<Standby>,
+        by_itself: bool,
+    ) -> Self {
+        Self { name, protection, farewell, standby, by_itself, since: Instant::now(), again: None }
     }
 
     /// A VM whose primary was back for a while: its checkpoint does not know what it has done since, so it takes an
@@ -171,7 +207,7 @@ impl Lost {
             notice("the VM is not failed over by itself: it may run, or have done what its checkpoint does not know");
         }
         let mut ordered = false;
-        let (held, manifest) = loop {
+        let Cleared { held, manifest } = loop {
             desk.admit(self.admission());
             let due = self.due(options.when_lost);
             loop {
@@ -194,9 +230,13 @@ impl Lost {
                 }
                 continue;
             }
-            match clear_the_way(options, directory) {
-                Ok(clear) => break clear,
-                Err(why) => {
+            match clear_the_way(options, directory, self.protection) {
+                Ok(cleared) => break cleared,
+                Err(Refusal::Gone(why)) => {
+                    notice(&format!("not failed over: {why}"));
+                    return Ok(Fate::Gone);
+                }
+                Err(Refusal::Failed(why)) => {
                     notice(&format!("not failed over: {}", error_with_causes(&*why)));
                     ordered = false;
                     self.again = Some(Instant::now() + options.when_lost.unwrap_or_default().max(TRY_AGAIN));
@@ -210,7 +250,14 @@ impl Lost {
             notice("not failed over: the VM continues from its checkpoint already");
             return Ok(Fate::Gone);
         }
-        let survivor = match self.standby.take().map(Standby::continue_vm) {
+        let newest = manifest.checkpoint.unwrap_or(0);
+        let holds = self.standby.as_ref().and_then(Standby::holds);
+        let standby = self.standby.take();
+        let standby = standby.filter(|_| holds == Some(newest));
+        if let Some(other) = holds.filter(|holds| *holds != newest) {
+            notice(&format!("the standby has checkpoint {other}, and checkpoint {newest} counts"));
+        }
+        let survivor = match standby.map(Standby::continue_vm) {
             Some(Ok(continued)) => Survivor::Runs(Box::new(continued)),
             failed => {
                 if let Some(Err(error)) = failed {

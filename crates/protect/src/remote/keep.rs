@@ -2,8 +2,8 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -211,7 +211,7 @@ pub fn keep(request: KeepRequest<'_>) -> Result<KeepReport, ProtectError> {
 
 /// Keeps what one primary sends until it ends. `lost` is the VM that was lost before, until a base takes its place, and
 /// this one afterwards, if it is lost too.
-fn receive(request: KeepRequest<'_>, visitor: Visitor, lost: &mut Option<Lost>) -> Kept {
+fn receive(request: KeepRequest<'_>, mut visitor: Visitor, lost: &mut Option<Lost>) -> Kept {
     (request.event)(&KeepEvent::Connected { peer: visitor.channel.peer() });
     let far = Far {
         farewell: Mutex::new(None),
@@ -220,6 +220,9 @@ fn receive(request: KeepRequest<'_>, visitor: Visitor, lost: &mut Option<Lost>) 
         setup: OnceLock::new(),
         prepared: AtomicU64::new(0),
     };
+    // That of a bare stream is this one connection.
+    let protection = visitor.protection.unwrap_or_else(Uuid::new_v4);
+    visitor.manifest.protection = Some(protection);
     let (name, is_limosa) = (VmName::of(&visitor.manifest), visitor.protection.is_some());
     let mut kept = Kept::nothing();
     kept.end = series(request, visitor, &far, &mut kept);
@@ -239,7 +242,12 @@ fn receive(request: KeepRequest<'_>, visitor: Visitor, lost: &mut Option<Lost>) 
     if is_lost {
         // A bare stream ends in the same way when its VM is shut down, and a store that fails here says nothing of it.
         let by_itself = is_limosa && kept.end.as_ref().err().is_none_or(is_of_the_line);
-        *lost = Some(Lost::new(name, farewell, standby.filter(Standby::is_fed), by_itself));
+        *lost = Some(Lost::new(
+            (name, protection),
+            farewell,
+            standby.filter(|standby| standby.holds().is_some()),
+            by_itself,
+        ));
     } else {
         // One that says goodbye is not lost, neither by what was before.
         let is_gone = matches!(farewell, None | Some(Farewell::VmLost));
@@ -275,7 +283,7 @@ struct Far {
 
 fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept) -> Result<(), ProtectError> {
     let KeepRequest { directory: path, options, standby, watch, event, .. } = request;
-    let Visitor { channel, first_bytes, mut manifest, protection } = visitor;
+    let Visitor { channel, first_bytes, manifest, protection } = visitor;
     let directory = CheckpointDirectory::open(path)?;
     let failed = |source| ProtectError::Ownership { directory: path.to_owned(), source };
     // A failover may have had the directory since the greeting.
@@ -286,10 +294,8 @@ fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept
     }
     let base = directory.receive_base(options.store)?;
     let is_limosa = protection.is_some();
-    // That of a bare stream is this one connection.
-    manifest.protection = Some(protection.unwrap_or_else(Uuid::new_v4));
     let (warm, notice) = (standby.filter(|standby| standby.warm), watch.notice);
-    let told = Mutex::new(Instant::now());
+    let told = Mutex::new(Told { at: Instant::now(), is_storing: false });
     let has_disks = !manifest.protected_disks.is_empty();
     let when_lost = standby.and_then(|standby| standby.when_lost);
     let fails_over = when_lost.map(|after| after.saturating_add(options.lost_after).saturating_add(FENCE_WITHIN));
@@ -306,9 +312,25 @@ fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept
         stall_timeout: options.stall_timeout,
         silence: Silence { request: silence, reply: silence, runs_after_reply: true },
     };
-    let done = series.keep(Incoming { channel, first_bytes, manifest }, base);
+    let (ended, wait_end) = mpsc::channel::<()>();
+    let vm = &far;
+    let done = thread::scope(|scope| {
+        let beat = move || vm.beat(&wait_end);
+        thread::Builder::new().name("alive".into()).spawn_scoped(scope, beat).map_err(ProtectError::Thread)?;
+        let done = series.keep(Incoming { channel, first_bytes, manifest }, base);
+        drop(ended);
+        Ok::<_, ProtectError>(done)
+    })?;
     (kept.tally, kept.newest) = (done.tally, done.newest);
     done.end
+}
+
+/// The words for a primary, which two threads say.
+struct Told {
+    /// When the last one was said.
+    at: Instant,
+    /// A checkpoint that has come is being stored: nobody else writes to the primary.
+    is_storing: bool,
 }
 
 /// A VM on another host, behind a connection.
@@ -320,8 +342,8 @@ struct FarVm<'a> {
     has_disks: bool,
     /// The time from its loss until it is failed over; `None`: not by itself.
     fails_over: Option<Duration>,
-    /// When it was last told something.
-    told: Mutex<Instant>,
+    /// The words for it.
+    told: Mutex<Told>,
     far: &'a Far,
     /// How a standby is started.
     warm: Option<StandbyOptions<'a>>,
@@ -332,8 +354,36 @@ struct FarVm<'a> {
 
 impl FarVm<'_> {
     fn tell(&self, bytes: &[u8]) -> Result<(), ProtectError> {
-        *self.told.lock() = Instant::now();
+        let mut told = self.told.lock();
+        told.is_storing = false;
+        self.say(&mut told, bytes)
+    }
+
+    fn say(&self, told: &mut Told, bytes: &[u8]) -> Result<(), ProtectError> {
+        told.at = Instant::now();
         Ok(self.channel.write_all(bytes)?)
+    }
+
+    /// Says that the keeper is there if it has said nothing for a while.
+    fn say_alive(&self, told: &mut Told) -> Result<(), ProtectError> {
+        if !self.is_limosa || told.at.elapsed() < TELL_EVERY {
+            return Ok(());
+        }
+        let mut bytes = Vec::new();
+        Note::Alive(true).encode(&mut bytes);
+        self.say(told, &bytes)
+    }
+
+    /// Says that the keeper is there while it stores a checkpoint, which takes long on a disk that is slow, until the
+    /// series has ended.
+    fn beat(&self, ended: &mpsc::Receiver<()>) {
+        while ended.recv_timeout(TELL_EVERY) == Err(mpsc::RecvTimeoutError::Timeout) {
+            let mut told = self.told.lock();
+            // A primary that does not hear it is lost, as the series finds out.
+            if told.is_storing && self.say_alive(&mut told).is_err() {
+                return;
+            }
+        }
     }
 
     /// Starts a standby. It may take longer than the primary waits for a word.
@@ -388,12 +438,7 @@ impl Primary for FarVm<'_> {
     }
 
     fn working(&self) -> Result<(), ProtectError> {
-        if self.is_limosa && self.told.lock().elapsed() >= TELL_EVERY {
-            let mut bytes = Vec::new();
-            Note::Alive(true).encode(&mut bytes);
-            self.tell(&bytes)?;
-        }
-        Ok(())
+        self.say_alive(&mut self.told.lock())
     }
 
     /// The primary's own end waits.
@@ -406,7 +451,9 @@ impl Primary for FarVm<'_> {
         Ok(())
     }
 
-    fn continued(&self) {}
+    fn continued(&self) {
+        self.told.lock().is_storing = true;
+    }
 
     fn prepare_disks(&self, epoch: u64) -> Result<bool, ProtectError> {
         Ok(!self.has_disks || self.far.prepared.load(Ordering::Acquire) >= epoch)

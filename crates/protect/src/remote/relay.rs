@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use limosa_channel::{Channel, ChannelError, Shutdown};
 use limosa_migrate::MigrateError;
 use limosa_page::{broken_invariant, to_u64};
+use limosa_qemu::JobError;
 use limosa_snapshot::ProtectedDisk;
 use limosa_stream::colo::{COLO_MESSAGE_LIMIT, ColoMessage};
 use limosa_stream::{ReturnDecoder, ReturnMessage};
@@ -365,31 +366,44 @@ impl<'r> Turns<'r> {
             // Said when it was seen.
             Ok(()) => {}
             Err(error) => {
-                let is_gone = ended || matches!(error, ProtectError::Qmp(error) if error.is_gone());
-                self.say_farewell(if is_gone { self.reason() } else { Farewell::Unprotected });
+                let is_gone = ended
+                    || matches!(error, ProtectError::Qmp(error) | ProtectError::Job(JobError::Qmp(error)) if error.is_gone());
+                let farewell = if is_gone { self.reason() } else { Some(Farewell::Unprotected) };
+                self.say_farewell(farewell);
             }
         }
     }
 
-    /// Tells the keeper the end, unless QEMU's bytes end in the middle of something.
-    fn say_farewell(&mut self, farewell: Farewell) {
+    /// Tells the keeper the end if it is known, unless QEMU's bytes end in the middle of something.
+    fn say_farewell(&mut self, farewell: Option<Farewell>) {
         if std::mem::replace(&mut self.left, true) {
             return;
         }
         let is_between = matches!(self.due, Due::Kept(_) | Due::Reply);
-        if is_between && let Err(error) = self.tell(Note::Farewell(farewell)) {
+        if is_between
+            && let Some(farewell) = farewell
+            && let Err(error) = self.tell(Note::Farewell(farewell))
+        {
             tracing::info!("{error}");
         }
         let _ = self.relay.keeper.shutdown(Shutdown::Write);
     }
 
-    /// The reason why QEMU's stream has ended.
-    fn reason(&self) -> Farewell {
+    /// The reason why QEMU's stream has ended; `None`: it cannot be said. A keeper that is told nothing takes the VM
+    /// for lost, and fences it.
+    fn reason(&self) -> Option<Farewell> {
         let begun = Instant::now();
         loop {
             match self.relay.vm.pulse.end() {
-                Some(reason) => return reason,
-                None if begun.elapsed() >= REASON_WITHIN => return Farewell::Unprotected,
+                Some(reason) => return Some(reason),
+                // A large VM takes a while to end, descriptor by descriptor.
+                None if begun.elapsed() >= REASON_WITHIN => {
+                    return match self.relay.vm.monitor.status() {
+                        Ok(_) => Some(Farewell::Unprotected),
+                        Err(error) if error.is_gone() => self.relay.vm.pulse.end().or(Some(Farewell::VmLost)),
+                        Err(_) => None,
+                    };
+                }
                 None => thread::sleep(TICK / 4),
             }
         }
@@ -403,7 +417,9 @@ impl<'r> Turns<'r> {
     fn answer(&mut self, message: ColoMessage, mut before: Vec<u8>) -> Result<(), ProtectError> {
         message.encode(&mut before);
         self.heard = Instant::now();
-        Ok(self.relay.qemu.write_all(&before)?)
+        // Who reads from it may not have seen its end yet.
+        let written = self.relay.qemu.write_all(&before);
+        Ok(written.inspect_err(|_| self.shared.qemu_ended.store(true, Ordering::Release))?)
     }
 
     fn expect(&self, due: Due) -> Result<(), ProtectError> {

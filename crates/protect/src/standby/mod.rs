@@ -49,6 +49,8 @@ pub(crate) struct Standby {
     feed: Option<Feed>,
     /// The device state of the newest checkpoint that it was fed.
     tail: Vec<u8>,
+    /// The number of that checkpoint; `None`: it has none, or a part of one.
+    holds: Option<u64>,
 }
 
 /// A VM that continues here.
@@ -92,7 +94,7 @@ impl Standby {
         channel.set_timeouts(None, Some(takes_within))?;
         monitor.getfd(DESCRIPTOR, far.as_fd())?;
         monitor.migrate_incoming_or_exit(&format!("fd:{DESCRIPTOR}"))?;
-        Ok(Self { process, monitor, channel, feed: None, tail: Vec::new() })
+        Ok(Self { process, monitor, channel, feed: None, tail: Vec::new(), holds: None })
     }
 
     /// Feeds the newest checkpoint of a pair: all of it the first time, later what has changed since the one before.
@@ -103,6 +105,10 @@ impl Standby {
         pair: &CheckpointPair,
         working: &dyn Fn() -> Result<(), ProtectError>,
     ) -> Result<(), ProtectError> {
+        // What is cut off in the middle is the end of it.
+        if self.holds.take().is_none() && self.feed.is_some() {
+            return Err(ProtectError::Standby { reason: "it has a part of a checkpoint".into() });
+        }
         match &mut self.feed {
             Some(feed) => feed.changes(&self.channel, pair, working)?,
             None => {
@@ -113,12 +119,13 @@ impl Standby {
         }
         self.tail.clear();
         self.tail.extend_from_slice(pair.tail());
+        self.holds = Some(pair.number());
         Ok(())
     }
 
-    /// Whether it has all of a checkpoint.
-    pub(crate) fn is_fed(&self) -> bool {
-        self.feed.is_some() && !self.tail.is_empty()
+    /// The number of the checkpoint that it has all of.
+    pub(crate) const fn holds(&self) -> Option<u64> {
+        self.holds
     }
 
     /// Has it run the VM. Nobody else may run it from now on.

@@ -43,8 +43,8 @@ impl CheckpointBase {
     /// but for id, number, times and page statistics.
     ///
     /// # Errors
-    /// As of [`SnapshotWriter::finish`]. The directory is given up then, and the checkpoint that was there before
-    /// stays.
+    /// As of [`SnapshotWriter::finish`]: the checkpoint that was there before stays. The spare cannot be made: the base
+    /// is the checkpoint. The directory is given up in both cases.
     pub fn finish(self, tail: &[u8], manifest: Manifest) -> Result<CheckpointPair, SnapshotError> {
         let Self { directory, options, writer } = self;
         let base = writer.finish_open(tail, Manifest { checkpoint: Some(0), ..manifest.clone() })?;
