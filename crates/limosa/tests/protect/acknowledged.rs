@@ -18,7 +18,8 @@ use std::time::Duration;
 
 use limosa_storage::testing::SeededRandom;
 use limosa_testkit::{DiskFormat, Machine, Program, is_alive, kill9, wait_gone};
-use rustix::process::Signal;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::disks::Bed;
 use crate::gate::networked;
@@ -26,7 +27,7 @@ use crate::needs_newest_qemu;
 use crate::network::{Namespace, network_skipped};
 use crate::overlays::qemu_img;
 use crate::requests::{Client, Counts, DISK, FILE_SYSTEM, GUEST_MAC, guest, prepare};
-use crate::running::{Running, open_gate, signal};
+use crate::running::{Running, open_gate};
 use crate::scene::{for_each_seed, text};
 use crate::stage::{limosa, start_command, wait_for, watchdog};
 
@@ -119,7 +120,8 @@ impl World {
         self.keeper = Some((keeper, dog));
     }
 
-    fn lose(&self, lost: Lost) {
+    /// Loses a part; false: what was lost before has ended it already, as a keeper's watchdog ends with it.
+    fn lose(&self, lost: Lost) -> bool {
         let keeper = self.keeper.as_ref().unwrap();
         let pid = match lost.part {
             Part::Vm => self.vm().pid,
@@ -128,7 +130,12 @@ impl World {
             Part::Server => self.server.as_ref().unwrap().pid(),
             Part::Gate => self.gate.as_ref().unwrap().pid(),
         };
-        signal(pid, if lost.hangs { Signal::STOP } else { Signal::KILL });
+        let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+        match kill_process(pid, if lost.hangs { Signal::STOP } else { Signal::KILL }) {
+            Ok(()) => true,
+            Err(Errno::SRCH) => false,
+            Err(error) => panic!("{lost}: {error}"),
+        }
     }
 
     /// Waits for the end of the protection, which has lost something.
@@ -219,8 +226,9 @@ impl World {
             if number > 0 && chance.below(2) == 0 {
                 thread::sleep(Duration::from_micros(chance.below(30_000)));
             }
-            self.lose(Lost { part, hangs });
-            lost.push(Lost { part, hangs });
+            if self.lose(Lost { part, hangs }) {
+                lost.push(Lost { part, hangs });
+            }
         }
         thread::sleep(Duration::from_micros(chance.below(1_500_000)));
         let done = self.recover(&lost);
