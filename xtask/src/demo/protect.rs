@@ -75,10 +75,13 @@ fn fail_over(limosa: &Path, machine: &Machine, (folder, kept): (&Path, &Path)) -
     command.args(["protect", "failover", "--fenced"]).arg(kept).arg("--").args(&line).stdin(Stdio::null());
     let failover = Process::spawn("limosa", command)?;
     let begun = Instant::now();
-    while !socket.exists() {
+    loop {
+        // The socket is there a moment before QEMU listens.
+        match Serial::connect(&socket) {
+            Ok(serial) => return Ok((failover, serial)),
+            Err(error) => ensure!(begun.elapsed() < SOON, "QEMU does not start: {error:#}"),
+        }
         ensure!(failover.try_wait()?.is_none(), "limosa protect failover has ended");
-        ensure!(begun.elapsed() < SOON, "QEMU does not start");
         std::thread::sleep(Duration::from_millis(1));
     }
-    Ok((failover, Serial::connect(&socket)?))
 }
