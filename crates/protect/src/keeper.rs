@@ -159,19 +159,15 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let mut done = done.and_then(|()| protection.run((to, place), &vm, watchdog.as_mut(), &mut unprotected));
     // A stop continues it, and a QEMU that has ended leaves nothing to be done.
     let is_released = matches!(&done, Ok(Ended { seen: Seen { asked: true, .. } | Seen { gone: true, .. }, .. }));
-    let is_failed_over = match &done {
-        Ok(Ended { kept: Kept { end: Err(error), .. }, .. }) => error.is_failed_over(),
-        // As a keeper says that is there again.
-        Err(error) => unprotected == Unprotected::StandsStill && error.is_failed_over(),
-        Ok(_) => false,
-    };
-    let left_standing = unprotected == Unprotected::StandsStill && !is_released && !is_failed_over;
+    let left_standing = unprotected == Unprotected::StandsStill && !is_released;
     let Left { vm_state, tidied, stands_still } = if left_standing {
         // It is its user's to continue: the record stays for that.
         let vm_state = monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string());
         Left { vm_state, tidied: true, stands_still: true }
     } else {
-        if is_failed_over {
+        if let Ok(Ended { kept: Kept { end: Err(error), .. }, .. }) = &done
+            && error.is_failed_over()
+        {
             stop_for_good(monitor, &mut record, notice);
         }
         end(monitor, &record, options, notice)

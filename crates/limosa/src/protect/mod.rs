@@ -130,6 +130,10 @@ fn protect_vm(args: &KeepArgs) -> anyhow::Result<ExitCode> {
                     report.checkpoints,
                     directory.display()
                 )),
+                // It has been stopped since the line was lost, and must not be continued.
+                (_, ProtectError::TakenOver { .. }) if report.stands_still => {
+                    kept.push_str("; the VM stands still here, and continues elsewhere: end its QEMU");
+                }
                 _ if report.stands_still => kept.push_str("; the VM stands still (limosa resume continues it)"),
                 (Some(directory), ProtectError::QemuEnded) => kept.push_str(&format!(
                     " (limosa protect failover {} -- QEMU... continues the VM from it)",

@@ -158,6 +158,7 @@ fn a_vm_that_was_failed_over_meanwhile_does_not_run_at_its_old_place() {
         let ended = protected.protect.wait();
         assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
         assert!(ended.stderr.contains("was failed over by the keeper"), "{}", ended.stderr);
+        assert!(ended.stderr.contains("end it"), "{}", ended.stderr);
         thread::sleep(Duration::from_millis(200));
         assert_ne!(protected.vm.run_state().unwrap(), "running", "{on_loss}");
         failover.check_and_end();

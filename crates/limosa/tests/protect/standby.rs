@@ -138,31 +138,6 @@ fn a_host_that_hung_and_comes_back_after_the_failover_does_not_run_its_vm() {
 }
 
 #[test]
-fn a_vm_that_stands_still_for_its_keeper_and_was_failed_over_is_not_continued() {
-    needs_newest_qemu!();
-    let scene = Scene::new();
-    let options = ["--standby", "--when-lost", "100ms", "--fenced", "--lost-after", "1s"];
-    let (keeper, at) = scene.keep_for_failover(ANYWHERE, &options);
-    let line = Line::to(&at);
-    let vm = scene.guest();
-    let options = ["--every", "30ms", "--lost-after", "1s", "--on-loss", "pause"];
-    let protect = scene.protect_to(&vm, &line.uri(), &options);
-    scene.wait_checkpoint(20, &protect);
-    line.cut();
-    wait_said(&keeper, "the VM continues here");
-    line.mend();
-    let ended = protect.wait();
-    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
-    assert!(ended.stderr.contains("continues elsewhere, and was stopped here"), "{}", ended.stderr);
-    let socket = vm.qmp_socket();
-    limosa(["resume", "--qmp", text(&socket)]);
-    assert_ne!(vm.run_state().unwrap(), "running");
-    let failover = Failover::of(keeper, &scene);
-    failover.wait_passes(2);
-    failover.check_and_end();
-}
-
-#[test]
 fn a_signal_begins_a_failover_of_a_vm_that_is_lost_and_of_no_other() {
     needs_newest_qemu!();
     let (pair, keeper) = Pair::new(&["--standby", "--fenced"]);

@@ -41,9 +41,9 @@ impl Aside {
 
     /// Forgets the pages: their checkpoint does not count.
     pub fn forget(&mut self) {
-        for mut filled in mem::take(&mut self.waiting) {
-            filled.orders.forget();
-            self.spare(filled);
+        for filled in mem::take(&mut self.waiting) {
+            let before = filled.memory();
+            self.spare(filled, before);
         }
         for seen in &mut self.seen {
             seen.clear_range(PageRange::starting_at(PageNumber(0), seen.len()));
@@ -63,16 +63,17 @@ impl Aside {
     fn empty<S: PageSink + ?Sized>(&mut self, sink: &mut S) -> Result<(), MigrateError> {
         let (mut target, mut done) = (Stored(sink), Ok(()));
         for mut filled in mem::take(&mut self.waiting) {
+            let before = filled.memory();
             done = done.and_then(|()| filled.orders.carry_out(&filled.bytes, &mut target, &mut MovedPages::default()));
-            filled.orders.forget();
-            self.spare(filled);
+            self.spare(filled, before);
         }
         done
     }
 
-    /// Keeps an emptied buffer for the next pages, but for the notes of a stream that has few pages and many zeros.
-    fn spare(&mut self, mut filled: Filled) {
-        let before = filled.memory();
+    /// Keeps a buffer for the next pages that took `before` bytes, but for the notes of a stream that has few pages and
+    /// many zeros.
+    fn spare(&mut self, mut filled: Filled, before: usize) {
+        filled.orders.forget();
         filled.orders.shrink();
         self.taken = self.taken.saturating_sub(before.saturating_sub(filled.memory()));
         self.spare.push(filled);
@@ -212,6 +213,10 @@ mod tests {
             Ok(())
         }
 
+        fn put_early_sections(&mut self, _: &[u8]) -> Result<(), PageError> {
+            Ok(())
+        }
+
         fn put_zero(&mut self, _: usize, pages: PageRange) -> Result<(), PageError> {
             self.calls += 1;
             pages.iter().for_each(|page| self.pages[to_usize(page.0)] = 0);
@@ -306,6 +311,7 @@ mod tests {
         let (mut aside, mut store) = (Aside::new(to_u64(64 * LENGTH)), kept());
         for _ in 0..200 {
             let mut scattered = Filled::empty(LENGTH);
+            scattered.orders.early_section(vec![0; 3 * LENGTH]);
             // As many records as fit a buffer.
             for at in 0..to_u64(LENGTH / 8) {
                 scattered.orders.zero(0, PageNumber(at * 2 % PAGES));
@@ -314,5 +320,7 @@ mod tests {
             assert!(aside.taken <= 70 * LENGTH, "{}", aside.taken);
         }
         assert!(store.calls > 0);
+        aside.forget();
+        assert_eq!(aside.taken, aside.spare.iter().map(Filled::memory).sum::<usize>());
     }
 }
