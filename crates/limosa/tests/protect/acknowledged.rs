@@ -141,7 +141,11 @@ impl World {
     /// Waits for the end of the protection, which has lost something.
     fn wait_keeper(&mut self, lost: &[Lost]) {
         let Some((keeper, dog)) = self.keeper.take() else { return };
-        if lost.iter().any(|lost| lost.part == Part::Watchdog) && lost.iter().any(|lost| lost.hangs) {
+        if lost.iter().any(|lost| lost.part == Part::Keeper && lost.hangs) {
+            // Its watchdog ends it, unless that is lost as well, or was dismissed because the protection had ended.
+            wait_for("the end of a keeper that hangs", || (!keeper.is_running() || !is_alive(dog)).then_some(()));
+            let _ = kill9(keeper.pid());
+        } else if lost.iter().any(|lost| lost.part == Part::Watchdog) && lost.iter().any(|lost| lost.hangs) {
             // Neither is left to notice it.
             kill9(keeper.pid()).unwrap();
         }
