@@ -32,6 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("device_tail", device_tail()?),
         ("guest_agent", vec![b"{\"return\": [1,\xff{\"return\": 7}\n\n{\"error\": {\"desc\": \"no\"}}\n".to_vec()]),
         ("libvirt_image", libvirt_image()),
+        ("packed", packed()?),
         ("snapshot", snapshot()?),
         ("text", text()?),
         ("multifd", multifd()?),
@@ -147,6 +148,23 @@ fn snapshot() -> Result<Seeds, Box<dyn Error>> {
     seed[first.pages_offset as usize + 0x2000..][..0x1000].fill(0x5a);
     seed.extend(device_tail()?.into_iter().next().unwrap_or_default());
     assert!(limosa_snapshot::fuzz_open(&seed).is_ok(), "a seed is well-formed");
+    Ok(vec![seed])
+}
+
+/// That file in an image of small clusters.
+fn packed() -> Result<Seeds, Box<dyn Error>> {
+    let folder = std::env::temp_dir().join(format!("limosa-seeds-{}", std::process::id()));
+    fs::create_dir_all(&folder)?;
+    let (plain, image) = (folder.join("vm"), folder.join("vm.qcow2"));
+    fs::write(&plain, snapshot()?.concat())?;
+    let mut options = limosa_pack::PackOptions::default();
+    options.cluster_size = Some(4096);
+    let pending = limosa_snapshot::UnnamedFile::create(&image, true)?;
+    let handle = limosa_migrate::Handle::new();
+    limosa_pack::pack(&limosa_pack::open_snapshot(&plain, None)?, pending, None, &options, &handle)?;
+    let seed = fs::read(&image)?;
+    fs::remove_dir_all(&folder)?;
+    assert!(limosa_pack::fuzz_open(&seed).is_ok(), "a seed is well-formed");
     Ok(vec![seed])
 }
 

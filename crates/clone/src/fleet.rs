@@ -195,6 +195,7 @@ impl<'a> Fleet<'a> {
             false if options.memory == CloneMemory::Mapped => {
                 return Err(CloneError::NotMappable { path: snapshot.path().to_path_buf() });
             }
+            false if snapshot.is_packed() => Err("the snapshot is packed".to_owned().into()),
             false => Err("the snapshot was not made to be mapped".to_owned().into()),
             // The open file itself: another file may have its name by then.
             true => BlockPlace::guest_memory_of(snapshot)

@@ -13,12 +13,13 @@ use serde_json::Value;
 use crate::args::{InspectArgs, MappedVmArgs};
 use crate::inspect::{number, plain, table};
 use crate::job;
+use crate::packed;
 
 /// Ranges that people are shown.
 const LARGEST: usize = 10;
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
-    let snapshot = Snapshot::open(&args.file)?;
+    let snapshot = packed::open(&args.file)?;
     let vm = find(&args.vm, &snapshot)?;
     let changed = Changed { pid: vm.pid(), name: name_of(vm.pid()), blocks: vm.changed()? };
     if args.json {

@@ -22,6 +22,7 @@ use crate::args::{
     StopClonesArgs,
 };
 use crate::clock::{self, ClockOutcome};
+use crate::packed;
 use crate::restore::PAUSED;
 use crate::usage::misused;
 use crate::working_set::{Recorded, Recording, StopSignals, WorkingSetUse, read_ahead_object, tell_read_ahead};
@@ -37,6 +38,7 @@ pub(crate) fn run(args: &CloneArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
+    packed::define_key(&args.key)?;
     let begun = Instant::now();
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
@@ -55,9 +57,12 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
         .as_ref()
         .map(|address| crate::save::save_to_clone(address, &args.snapshot, args.force, args.overlay_dir.clone()));
     let forked = forked.transpose()?;
-    let snapshot = Snapshot::open(&args.snapshot)?;
+    let snapshot = packed::open(&args.snapshot)?;
     snapshot.warnings().iter().for_each(|warning| say!("limosa: {warning}"));
     snapshot.lock_serving()?;
+    if args.memory == CloneMemoryArg::Mapped && snapshot.is_packed() {
+        bail!("{}", packed::unmappable(&snapshot));
+    }
     let working_set = WorkingSetUse::prepare(&args.working_set(), &snapshot, &|line| say!("limosa: {line}"))?;
     let mut options = FleetOptions::default();
     options.jobs = args.jobs;
@@ -190,10 +195,7 @@ impl Made {
         let fleet = Fleet::new(snapshot, &args.dir, CommandTemplate::new(args.command.clone()), options)?;
         fleet.notices().iter().for_each(|notice| say!("limosa: {notice}"));
         if wants_mapping && !snapshot.is_mappable() {
-            say!(
-                "limosa: to share its memory, make the snapshot mappable: limosa snapshot seal {}",
-                args.snapshot.display()
-            );
+            say!("limosa: {}", packed::unmappable(snapshot));
         }
         let (count, pool) = (args.count.map_or(0, NonZeroU64::get), args.pool.map_or(0, NonZeroU64::get));
         if !args.overcommit {

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use limosa_pack::is_packed;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{VmstateDump, examine_destination};
 use limosa_snapshot::{
@@ -17,6 +18,7 @@ use serde_json::json;
 
 use crate::args::InspectArgs;
 use crate::job;
+use crate::packed;
 use crate::remedy;
 use limosa_console::{check_stdout, print_out, say};
 
@@ -51,6 +53,10 @@ type Compared = (Comparison, Option<MemoryComparison>);
 
 /// Opens a file: its summary, and the snapshot itself if its pages can be read one by one.
 pub(crate) fn open(path: &Path) -> anyhow::Result<(Summary, Option<Snapshot>)> {
+    if is_packed(path) {
+        let snapshot = packed::open(path)?;
+        return Ok((snapshot.summary(), Some(snapshot)));
+    }
     let summary = summarize_file(path)?;
     // A mapped-ram stream inside a save image is no snapshot of its own.
     let mapped = !summary.importable && summary.capabilities.iter().any(|capability| capability == MAPPED_RAM);

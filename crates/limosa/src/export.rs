@@ -16,13 +16,15 @@ use serde_json::json;
 
 use crate::args::ExportArgs;
 use crate::job::JobHandles;
+use crate::packed;
 use crate::report;
 use crate::usage::misused;
 use crate::vm_state;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
-    let snapshot = Snapshot::open(&args.snapshot)?;
+    packed::define_key(&args.key)?;
+    let snapshot = packed::open(&args.snapshot)?;
     let target = Target::of(args)?;
     let stats = target.write(args, &snapshot)?;
     tell(&target, &snapshot, &stats);

@@ -10,12 +10,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use limosa_channel::Uri;
 use limosa_control::JobKind;
+use limosa_pack::is_packed;
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile};
 use serde_json::{Value, json};
 
 use crate::args::ImportArgs;
 use crate::job::JobHandles;
+use crate::packed;
 use crate::report;
 use crate::usage::misused;
 use crate::vm_state;
@@ -173,6 +175,9 @@ pub(crate) enum Stored {
 
 impl Stored {
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
+        if is_packed(path) {
+            return Ok(Self::Snapshot(Box::new(packed::open(path)?)));
+        }
         let foreign = Foreign::open(path, None)?;
         Ok(if foreign.is_importable() {
             Self::Foreign(foreign)

@@ -7,7 +7,9 @@ use std::process::ExitCode;
 use anyhow::{Context, anyhow, bail};
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use limosa_qemu::{BlockPlace, Mappers};
-use limosa_snapshot::{BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImageSummary, Snapshot, Summary};
+use limosa_snapshot::{
+    BlockSummary, ByteOrder, DeviceSummary, Manifest, PackedSummary, SaveImageSummary, Snapshot, Summary,
+};
 use serde::Serialize;
 
 use crate::args::InspectArgs;
@@ -15,6 +17,7 @@ use crate::changed;
 use crate::checkpoints;
 use crate::compare;
 use crate::import::Stored;
+use crate::packed;
 use crate::report;
 use crate::usage::misused;
 use crate::vm_state;
@@ -22,6 +25,7 @@ use crate::working_set::ShownWorkingSet;
 use limosa_console::{check_stdout, print_out, say};
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
+    packed::define_key(&args.key)?;
     if args.diff || args.against_qmp.is_some() {
         return Ok(compare::run(args));
     }
@@ -76,13 +80,11 @@ fn mappers(snapshot: &Snapshot) -> Option<Mappers> {
 
 /// Prints the options of a QEMU that maps the snapshot.
 fn qemu_args(args: &InspectArgs) -> anyhow::Result<ExitCode> {
-    let snapshot = Snapshot::open(&args.file)?;
+    let snapshot = packed::open(&args.file)?;
     snapshot.check_restorable()?;
     let shown = args.file.display();
     if !snapshot.is_mappable() {
-        bail!(
-            "{shown}: was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {shown}"
-        );
+        bail!("{}", packed::unmappable(&snapshot));
     }
     let path = std::fs::canonicalize(&args.file).with_context(|| shown.to_string())?;
     let path = path.to_str().with_context(|| format!("{shown}: QEMU takes no file name that is not UTF-8"))?;
@@ -137,6 +139,9 @@ fn show(Shown { summary, working_set, mapped_by }: &Shown) {
         quantity::bytes(summary.length),
         quantity::bytes(summary.allocated)
     );
+    if let Some(packed) = &summary.packed {
+        show_packed(packed);
+    }
     print_out!("machine       {}", summary.machine);
     if !summary.capabilities.is_empty() {
         print_out!("capabilities  {}", summary.capabilities.join(", "));
@@ -152,7 +157,7 @@ fn show(Shown { summary, working_set, mapped_by }: &Shown) {
         show_save_image(image);
     }
     match &summary.manifest {
-        Some(manifest) => show_manifest(manifest, summary.checksums),
+        Some(manifest) => show_manifest(manifest, summary),
         None => {
             let remedy = if summary.importable { "; limosa import makes one of it" } else { "" };
             print_out!("limosa        {}{remedy}", summary.missing_manifest_reason.as_deref().unwrap_or("no trailer"));
@@ -168,6 +173,15 @@ fn show(Shown { summary, working_set, mapped_by }: &Shown) {
     print_out!("\n{}", devices(&summary.devices));
     for warning in &summary.warnings {
         print_out!("warning: {warning}");
+    }
+}
+
+fn show_packed(packed: &PackedSummary) {
+    let encrypted = if packed.encrypted { ", encrypted" } else { "" };
+    let cluster = quantity::bytes(packed.cluster_size);
+    print_out!("packed        {}, clusters of {cluster}{encrypted}", packed.compression);
+    for base in &packed.bases {
+        print_out!("              on {base}");
     }
 }
 
@@ -188,7 +202,7 @@ fn show_save_image(image: &SaveImageSummary) {
     }
 }
 
-fn show_manifest(manifest: &Manifest, checksums: bool) {
+fn show_manifest(manifest: &Manifest, summary: &Summary) {
     print_out!("id            {}", manifest.id);
     if let Some(name) = &manifest.vm_name {
         print_out!("VM            {name}");
@@ -200,14 +214,20 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
     print_out!(
         "limosa        {}, checksums {}",
         manifest.limosa_version,
-        if checksums { "recorded" } else { "not recorded" }
+        if summary.checksums { "recorded" } else { "not recorded" }
     );
     print_out!(
         "saved         {}, {} pages sent again",
         report::date(manifest.finished),
         quantity::count(manifest.pages.resent)
     );
-    print_out!("mappable      {}", if manifest.mappable { "yes" } else { "no: limosa snapshot seal makes it so" });
+    let mappable = match (manifest.mappable, &summary.packed) {
+        (true, None) => "yes",
+        (true, Some(_)) => "when it is unpacked",
+        (false, None) => "no: limosa snapshot seal makes it so",
+        (false, Some(_)) => "no",
+    };
+    print_out!("mappable      {mappable}");
     if let Some(hinted @ 1..) = manifest.pages.hinted {
         let memory = quantity::bytes(hinted.saturating_mul(limosa_page::PAGE_SIZE));
         print_out!(

@@ -24,6 +24,7 @@ mod job;
 mod memory_limit;
 mod metrics;
 mod packaging;
+mod packed;
 mod program;
 mod protect;
 mod receive;
@@ -71,6 +72,8 @@ fn main() -> ExitCode {
         Command::Resume(args) => resume::run(&args),
         Command::Import(args) => import::run(&args),
         Command::Export(args) => export::run(&args),
+        Command::Pack(args) => packed::run_pack(&args),
+        Command::Unpack(args) => packed::run_unpack(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Snapshot(args) => snapshot::run(&args),
         Command::Img(args) => img::run(args),

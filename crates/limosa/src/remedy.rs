@@ -13,6 +13,7 @@ use limosa_image::ImageError;
 use limosa_image::luks::LuksError;
 use limosa_migrate::MigrateError;
 use limosa_nbd::NbdError;
+use limosa_pack::PackError;
 use limosa_protect::ProtectError;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::takeover::Outcome;
@@ -458,6 +459,9 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
             .or_else(mapped_vm);
         if found.is_some() {
             return found;
+        }
+        if cause.downcast_ref().is_some_and(PackError::is_about_passphrase) {
+            return Some("; give it: --object secret,id=s,file=FILE --key-secret s".into());
         }
         // An image's error shows its storage's error as its own: only here it is found in the chain.
         if let Some(ImageError::Storage(error)) = cause.downcast_ref() {

@@ -22,6 +22,7 @@ use crate::clock::{self, ClockOutcome, RestoredClock};
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
 use crate::job::{self, JobHandles};
+use crate::packed;
 use crate::remedy;
 use crate::report;
 use crate::usage::misused;
@@ -29,6 +30,7 @@ use crate::working_set::{Recorded, Recording, StopSignals, WorkingSetUse, read_a
 use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
+    packed::define_key(&args.key)?;
     job::check_listen(args.how.listen.as_ref())?;
     check_clock(&args);
     check_recording(&args.how);

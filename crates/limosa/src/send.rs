@@ -19,6 +19,7 @@ use crate::args::{SendArgs, SendMemoryArg, SendModeArg};
 use crate::endpoint::{self, Wire};
 use crate::import::Stored;
 use crate::job::JobHandles;
+use crate::packed;
 use crate::remedy;
 use crate::report;
 use crate::restore;
@@ -48,6 +49,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     if let Some(why) = args.contradiction() {
         misused(why);
     }
+    packed::define_key(&args.key)?;
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
     let tls = args.tls.read()?;
     let stored = Stored::open(&args.snapshot)?;
@@ -77,7 +79,7 @@ fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<Pre
     }
     let path = args.snapshot.display();
     if !snapshot.is_mappable() {
-        bail!("{path}: was not made to be mapped; make it so: limosa snapshot seal {path}");
+        bail!("{}", packed::unmappable(snapshot));
     }
     snapshot.verify_all()?;
     snapshot.make_read_only()?;

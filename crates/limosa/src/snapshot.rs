@@ -2,7 +2,9 @@
 
 use std::process::ExitCode;
 
+use anyhow::bail;
 use limosa_console::{print_out, quantity, say};
+use limosa_pack::is_packed;
 use limosa_snapshot::seal_snapshot;
 use serde_json::json;
 
@@ -15,8 +17,11 @@ pub(crate) fn run(args: &SnapshotArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn seal(args: &SealArgs) -> anyhow::Result<ExitCode> {
-    let sealed = seal_snapshot(&args.snapshot)?;
     let path = args.snapshot.display();
+    if is_packed(&args.snapshot) {
+        bail!("{path}: is packed, and cannot be mapped; unpack it first: limosa unpack {path} FILE");
+    }
+    let sealed = seal_snapshot(&args.snapshot)?;
     if sealed.was_mappable {
         say!("{path}: was mappable already; it is read-only");
     } else {

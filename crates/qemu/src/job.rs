@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use limosa_channel::ChannelError;
 use limosa_migrate::{Handle, MigrateError};
+use limosa_pack::PackError;
 use limosa_snapshot::SnapshotError;
 
 use crate::conflict::{Conflict, DiskConflict};
@@ -62,6 +63,10 @@ pub enum JobError {
     /// The file.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+
+    /// A packed snapshot, or an image that it stands on.
+    #[error(transparent)]
+    Packed(#[from] PackError),
 
     /// The stream.
     #[error(transparent)]

@@ -58,6 +58,16 @@ pub enum SnapshotError {
         /// The kernel's word for it.
         source: io::Error,
     },
+    /// A packed snapshot's bytes could not be taken out of its image.
+    #[error("{}: the packed snapshot cannot be read{}", path.display(), At(Some(*offset)))]
+    Packed {
+        /// The image.
+        path: PathBuf,
+        /// The position in the snapshot.
+        offset: u64,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The file is not a whole mapped-ram file.
     #[error("{}: {what} (at offset {offset:#x})", path.display())]
     Structure {

@@ -108,9 +108,25 @@ pub(crate) struct FileLayout {
 impl FileLayout {
     /// Takes a file of `length` bytes apart whose stream begins at `base`.
     pub(crate) fn decode(file: &StoreFile, base: u64, length: u64) -> Result<Self, SnapshotError> {
-        let read_at =
-            |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
-        let layout = Layout::decode(read_at, base, length).map_err(|e| match e {
+        let mut unreadable = None;
+        let read_at = |offset: u64, into: &mut [u8]| {
+            let Some(packed) = file.packed_bytes() else {
+                return rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
+            };
+            // Fewer bytes than asked for are left at the end alone.
+            let left = usize::try_from(packed.length().saturating_sub(offset)).unwrap_or(usize::MAX);
+            let count = left.min(into.len());
+            let read = packed.read_exact_at(into.split_at_mut(count).0, offset);
+            read.map(|()| count).map_err(|source| {
+                unreadable = Some(SnapshotError::Packed { path: file.path().to_path_buf(), offset, source });
+                std::io::Error::other("the image")
+            })
+        };
+        let layout = Layout::decode(read_at, base, length);
+        if let Some(unreadable) = unreadable {
+            return Err(unreadable);
+        }
+        let layout = layout.map_err(|e| match e {
             WalkError::Stream(e) => match (e.context(), e.kind()) {
                 ("configuration", ErrorKind::Unexpected { what: expected, .. }) if expected.contains("mapped-ram") => {
                     let what = format!("a recorded migration stream, not a snapshot: {}", e.kind());

@@ -9,7 +9,8 @@
 //! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::stored::PageSink)).
 //! - [`CheckpointPair`]: two files for continuous checkpoints, one of them always whole.
 //! - [`publish_qemu_file`]: takes over one that QEMU filled itself.
-//! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
+//! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)), also out of images that another
+//!   crate unpacks ([`PackedBytes`]).
 //! - [`compare`]: would it load on another QEMU; [`compare_snapshots`], [`compare_memory`]: how do two files differ.
 //! - [`Foreign`]: other programs' files, to make snapshots of; [`Snapshot::export`] goes the other way.
 //! - [`WorkingSet`]: the pages that a guest touched after its start, recorded beside the file and read ahead.
@@ -70,6 +71,7 @@ mod layout;
 mod lock;
 mod manifest;
 mod mappable;
+mod packed;
 mod pci;
 mod reader;
 mod received;
@@ -103,6 +105,7 @@ pub use foreign::{
 pub use fuzz::fuzz_open;
 pub use manifest::{Manifest, PageStatistics, Published, Transport};
 pub use mappable::{Sealed, seal_snapshot};
+pub use packed::{PackedBytes, PackedSummary};
 pub use pci::PciIdentity;
 pub use reader::Snapshot;
 pub use recording::summarize_file;

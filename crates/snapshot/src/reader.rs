@@ -8,6 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use limosa_channel::Counters;
 use limosa_migrate::stored::{PageError, PageSource, StreamSetup};
@@ -24,6 +25,7 @@ use crate::layout::{DeviceBytes, FileLayout, Memory};
 use crate::lock;
 use crate::manifest::Manifest;
 use crate::mappable;
+use crate::packed::{PackedBytes, PackedSummary};
 use crate::store::StoreFile;
 use crate::trailer::{Checksums, Trailer};
 
@@ -34,6 +36,8 @@ use crate::trailer::{Checksums, Trailer};
 pub struct Snapshot {
     file: StoreFile,
     identity: Identity,
+    /// Bytes of the mapped-ram file, holes included.
+    length: u64,
     parts: FileLayout,
     setup: StreamSetup,
     trailer: Trailer,
@@ -90,19 +94,34 @@ impl Snapshot {
     /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. A QEMU that reads such a file
     /// by itself needs that offset.
     pub(crate) fn from_file_at(file: File, path: &Path, base: u64) -> Result<Self, SnapshotError> {
-        let file = StoreFile::new(file, path);
+        Self::of_store(StoreFile::new(file, path), base)
+    }
+
+    /// Opens a packed snapshot: `file` is the topmost image, open for reading, and `bytes` are its contents. The locks
+    /// that this takes, and what must not change meanwhile, are that file's.
+    ///
+    /// # Errors
+    /// As [`open`](Snapshot::open); [`SnapshotError::Packed`] for bytes that cannot be unpacked.
+    pub fn from_packed(file: File, path: &Path, bytes: Arc<dyn PackedBytes>) -> Result<Self, SnapshotError> {
+        Self::of_store(StoreFile::packed(file, bytes, path), 0)
+    }
+
+    fn of_store(file: StoreFile, base: u64) -> Result<Self, SnapshotError> {
         let stat = file.stat()?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(SnapshotError::Target { path: path.to_path_buf(), why: "is not a regular file".to_owned() });
+            let (path, why) = (file.path().to_path_buf(), "is not a regular file".to_owned());
+            return Err(SnapshotError::Target { path, why });
         }
         let identity = Identity::of(&stat);
-        let parts = FileLayout::decode(&file, base, identity.length)?;
+        let length = file.packed_bytes().map_or(identity.length, |bytes| bytes.length());
+        let parts = FileLayout::decode(&file, base, length)?;
         let chunks = checksum::count(&parts.memory.places);
         let read = |offset, length| {
             let mut bytes = vec![0; length];
             file.read("limosa's trailer", offset, &mut bytes).map(|()| bytes)
         };
-        let mut trailer = Trailer::read(parts.stream_end, identity.length, chunks, read)?;
+        let mut trailer = Trailer::read(parts.stream_end, length, chunks, read)?;
+        let length = length - trailer.padding;
         let mut devices_damaged = false;
         let verifier = trailer.checksums.take().map(|recorded| {
             devices_damaged = checksum::of_devices(&parts.layout, parts.devices.bytes()) != recorded.devices;
@@ -124,7 +143,7 @@ impl Snapshot {
             section_id: parts.layout.section_id,
             blocks: parts.layout.blocks.iter().map(|block| block.block.clone()).collect(),
         };
-        Ok(Self { file, identity, parts, setup: start, trailer, verifier, devices_damaged })
+        Ok(Self { file, identity, length, parts, setup: start, trailer, verifier, devices_damaged })
     }
 
     /// Takes the lock of a server, which keeps a save with `--force` from replacing the file.
@@ -167,7 +186,8 @@ impl Snapshot {
     pub fn check_unchanged(&self) -> Result<(), SnapshotError> {
         let now = Identity::of(&self.file.stat()?);
         if now == self.identity {
-            return Ok(());
+            let changed = self.file.packed_bytes().and_then(|bytes| bytes.find_change());
+            return changed.map_or(Ok(()), |what| Err(self.changed(what)));
         }
         let was = self.identity.length;
         Err(self.changed(if now.length == was {
@@ -213,9 +233,19 @@ impl Snapshot {
         self.file.path()
     }
 
-    /// The file's length in bytes, holes included.
+    /// The length of the mapped-ram file in bytes, holes included. A raw image of it may be up to a sector longer.
     pub fn length(&self) -> u64 {
-        self.identity.length
+        self.length
+    }
+
+    /// Whether its bytes are not those of the file, which is an image of them.
+    pub fn is_packed(&self) -> bool {
+        self.file.packed_bytes().is_some()
+    }
+
+    /// Returns what is known of the images of a packed snapshot.
+    pub fn packed_summary(&self) -> Option<PackedSummary> {
+        self.file.packed_bytes().map(|bytes| bytes.summary())
     }
 
     /// Returns the snapshot's identity: the id in its manifest, or one made from its device state if another program
@@ -257,9 +287,10 @@ impl Snapshot {
     }
 
     /// Whether its trailer says that every page that is not stored reads as zero at its place in the file, so that a
-    /// block's part of the file may be mapped as its memory. See [`seal_snapshot`](crate::seal_snapshot).
+    /// block's part of the file may be mapped as its memory. See [`seal_snapshot`](crate::seal_snapshot). A packed one
+    /// is not.
     pub fn is_mappable(&self) -> bool {
-        self.manifest().is_some_and(|manifest| manifest.mappable)
+        !self.is_packed() && self.manifest().is_some_and(|manifest| manifest.mappable)
     }
 
     /// A descriptor of the file for a process that maps it as memory. As long as it is open anywhere, limosa does not
@@ -348,10 +379,14 @@ impl Snapshot {
         self.file.fd()
     }
 
-    /// The file offset of a stored page; the stored pages behind it follow there. None for a page that is not stored.
+    /// The file offset of a stored page; the stored pages behind it follow there. None for a page that is not stored,
+    /// and in a packed snapshot.
     ///
     /// A caller that sends from the file past [`read`](PageSource::read) calls [`verify`](Snapshot::verify) before.
     pub fn locate(&self, block: usize, page: PageNumber) -> Option<u64> {
+        if self.is_packed() {
+            return None;
+        }
         let (place, stored) = (self.parts.memory.places.get(block)?, self.parts.memory.stored.get(block)?);
         stored.get(page).then(|| place.offset(PageRange::starting_at(page, 1)))
     }
@@ -373,9 +408,19 @@ impl Snapshot {
         self.verifier.as_ref().map_or(0, Verifier::verified)
     }
 
-    /// The counters of the file's channel.
+    /// The counters of what was read.
     pub fn counters(&self) -> Counters {
-        self.file.channel().counters()
+        self.file.counters()
+    }
+
+    /// Reads bytes of the mapped-ram file, wherever they are kept: all of `into`, from `offset` on. What was never
+    /// stored may be there too, so pages come from [`read_pages`](Self::read_pages).
+    ///
+    /// # Errors
+    /// The file ends before them, cannot be read, or has changed.
+    pub fn read_bytes(&self, offset: u64, into: &mut [u8]) -> Result<(), SnapshotError> {
+        self.file.read("it", offset, into)?;
+        self.check_unchanged()
     }
 
     /// Reads whole pages as [`PageSource::read`] does, with this crate's error.

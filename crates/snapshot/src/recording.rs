@@ -186,6 +186,7 @@ impl<'a> Recording<'a> {
             missing_manifest_reason: None,
             importable: false,
             checksums: false,
+            packed: None,
             libvirt: None,
             warnings: Vec::new(),
         };

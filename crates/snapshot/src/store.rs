@@ -2,19 +2,23 @@
 //!
 //! Law of this module: a page that is stored comes from the file or is an error. There is no mapping of the file, so a
 //! truncation or an I/O error is a short or failed call with a path and an offset, never SIGBUS and never a zero page.
+//!
+//! The bytes are those of the file, or those of an image in the file ([`PackedBytes`]). An image is only read.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use limosa_channel::{ChannelError, FileChannel};
+use limosa_channel::{ChannelError, Counters, FileChannel};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageRange, to_usize};
 use limosa_stream::mapped_ram::MappedBlock;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use crate::error::SnapshotError;
+use crate::packed::PackedBytes;
 
 /// Blocks shorter than this, in bytes, may be filled by a destination before it loads: firmware, option ROMs, video
 /// memory.
@@ -52,11 +56,18 @@ impl StoredRange {
 pub(crate) struct StoreFile {
     channel: FileChannel,
     path: PathBuf,
+    /// The snapshot's bytes, if they are not those of the file.
+    packed: Option<Arc<dyn PackedBytes>>,
 }
 
 impl StoreFile {
     pub(crate) fn new(file: File, path: &Path) -> Self {
-        Self { channel: FileChannel::from_file(file, 0), path: path.to_path_buf() }
+        Self { channel: FileChannel::from_file(file, 0), path: path.to_path_buf(), packed: None }
+    }
+
+    /// A file that is an image of these bytes.
+    pub(crate) fn packed(file: File, bytes: Arc<dyn PackedBytes>, path: &Path) -> Self {
+        Self { packed: Some(bytes), ..Self::new(file, path) }
     }
 
     /// The same open file under a descriptor of its own.
@@ -74,8 +85,14 @@ impl StoreFile {
         std::mem::swap(&mut self.path, &mut other.path);
     }
 
-    pub(crate) fn channel(&self) -> &FileChannel {
-        &self.channel
+    /// The snapshot's bytes, if they are not those of the file.
+    pub(crate) fn packed_bytes(&self) -> Option<&Arc<dyn PackedBytes>> {
+        self.packed.as_ref()
+    }
+
+    /// Counters of the transfers so far.
+    pub(crate) fn counters(&self) -> Counters {
+        self.packed.as_ref().map_or_else(|| self.channel.counters(), |packed| packed.counters())
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -119,7 +136,23 @@ impl StoreFile {
         if into.is_empty() {
             return Ok(());
         }
-        self.channel.read_exact_at(into, offset).map_err(|e| self.transfer(format!("read {what}"), offset, e))
+        self.read_exact_at(into, offset, || format!("read {what}"))
+    }
+
+    fn read_exact_at(
+        &self,
+        into: &mut [u8],
+        offset: u64,
+        operation: impl FnOnce() -> String,
+    ) -> Result<(), SnapshotError> {
+        match &self.packed {
+            Some(packed) => packed.read_exact_at(into, offset).map_err(|source| SnapshotError::Packed {
+                path: self.path.clone(),
+                offset,
+                source,
+            }),
+            None => self.channel.read_exact_at(into, offset).map_err(|e| self.transfer(operation(), offset, e)),
+        }
     }
 
     /// Writes all of `bytes`.
@@ -158,8 +191,7 @@ impl StoreFile {
             take(gap)?.fill(0);
             rest = behind.split_at(run.end).1;
             let (part, offset) = (take(run)?, place.offset(run));
-            let read = self.channel.read_exact_at(part, offset);
-            read.map_err(|e| self.transfer(format!("read {run} of RAM block {}", place.name), offset, e))?;
+            self.read_exact_at(part, offset, || format!("read {run} of RAM block {}", place.name))?;
         }
         take(rest)?.fill(0);
         Ok(())

@@ -8,6 +8,7 @@ use uuid::Uuid;
 
 use crate::foreign::{SaveHeader, SaveImage};
 use crate::manifest::Manifest;
+use crate::packed::PackedSummary;
 use crate::pci::PciIdentity;
 use crate::reader::Snapshot;
 
@@ -46,6 +47,9 @@ pub struct Summary {
     pub importable: bool,
     /// Whether checksums of the memory were recorded.
     pub checksums: bool,
+    /// The images of a packed snapshot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub packed: Option<PackedSummary>,
     /// libvirt's record, if this is its save image.
     pub libvirt: Option<SaveImageSummary>,
     /// Warnings for a person.
@@ -157,6 +161,7 @@ impl Snapshot {
             missing_manifest_reason: self.missing_manifest_reason().map(str::to_owned),
             importable: false,
             checksums: self.has_checksums(),
+            packed: self.packed_summary(),
             libvirt: None,
             warnings: self.warnings().to_vec(),
         }

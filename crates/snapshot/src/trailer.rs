@@ -30,6 +30,8 @@
 //! ends in the middle of the newer one and the older one counts. So the manifest begins at the end of QEMU's stream, or
 //! where the trailer before ends.
 //!
+//! A raw image of a snapshot is whole sectors long, so up to 511 zeros may follow: they are not counted.
+//!
 //! Law of this module: a trailer that is missing, foreign or damaged costs its contents and a warning, never the
 //! memory. The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
 
@@ -52,6 +54,8 @@ const MANIFEST_MAX: u64 = 16 << 20;
 const VALUES_MAX: usize = 1 << 18;
 /// Bytes at a file's end in which a whole trailer is looked for, where the file does not end with one.
 const SEARCHED: u64 = 2 * MANIFEST_MAX;
+/// Bytes of a disk's sector.
+const SECTOR: u64 = 512;
 
 /// Flag: checksums of the memory and of the device state were recorded.
 const CHECKSUMS: u32 = 1;
@@ -209,6 +213,8 @@ pub(crate) struct Trailer {
     /// Whether the file ends with a trailer of a version that this limosa does not know. A trailer behind it would hide
     /// its records from the limosa that does.
     pub(crate) is_unknown_version: bool,
+    /// Zeros behind the end that fill up the last sector of an image.
+    pub(crate) padding: u64,
 }
 
 impl Trailer {
@@ -224,6 +230,17 @@ impl Trailer {
     /// # Errors
     /// Only those of `read`: the contents of the bytes are never an error.
     pub(crate) fn read<E>(
+        stream_end: u64,
+        file_length: u64,
+        chunks: u64,
+        mut read: impl FnMut(u64, usize) -> Result<Vec<u8>, E>,
+    ) -> Result<Self, E> {
+        let padding = padding(stream_end, file_length, &mut read)?;
+        let trailer = Self::read_unpadded(stream_end, file_length - padding, chunks, read)?;
+        Ok(Self { padding, ..trailer })
+    }
+
+    fn read_unpadded<E>(
         stream_end: u64,
         file_length: u64,
         chunks: u64,
@@ -271,6 +288,31 @@ impl Trailer {
         }
         Ok(trailer)
     }
+}
+
+/// Returns how many zeros fill up the last sector of an image behind its trailer, or behind the stream of one without.
+fn padding<E>(
+    stream_end: u64,
+    file_length: u64,
+    read: &mut impl FnMut(u64, usize) -> Result<Vec<u8>, E>,
+) -> Result<u64, E> {
+    if !file_length.is_multiple_of(SECTOR) || file_length <= stream_end {
+        return Ok(0);
+    }
+    let start = stream_end.max(file_length.saturating_sub(SECTOR - 1 + FOOTER_LEN as u64));
+    let bytes = read(start, to_usize(file_length - start))?;
+    let whole = bytes.windows(FOOTER_LEN).enumerate().rev().find_map(|(at, window)| {
+        let window = <&[u8; FOOTER_LEN]>::try_from(window).ok().filter(|window| window.starts_with(&MAGIC))?;
+        let end = start.checked_add((at + FOOTER_LEN) as u64)?;
+        let known = Footer::decode(window, stream_end, end).map_or_else(|no| no.is_unknown_version, |_| true);
+        known.then_some(at + FOOTER_LEN)
+    });
+    let is_zero = |from: usize| bytes.get(from..).is_some_and(|rest| rest.iter().all(|byte| *byte == 0));
+    Ok(match whole {
+        Some(end) if is_zero(end) => to_u64(bytes.len() - end),
+        None if file_length - stream_end < SECTOR && is_zero(0) => file_length - stream_end,
+        _ => 0,
+    })
 }
 
 /// The last whole footer in `bytes`, which stand at `start` of the file.

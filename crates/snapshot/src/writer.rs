@@ -90,7 +90,7 @@ impl SnapshotWriter {
 
     /// The counters of the file's channel: system calls, bytes, partial writes.
     pub fn counters(&self) -> Counters {
-        self.file.channel().counters()
+        self.file.counters()
     }
 
     /// Ends the file with the device state and publishes it.

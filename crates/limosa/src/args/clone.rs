@@ -9,7 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use limosa_console::parse;
 use limosa_qemu::qmp::MonitorAddress;
 
-use super::{RECORDED_BY_DEFAULT, ReadAheadArg, RunStateArgs, SetClockArg, WorkingSetArgs};
+use super::{KeyArgs, RECORDED_BY_DEFAULT, ReadAheadArg, RunStateArgs, SetClockArg, WorkingSetArgs};
 
 /// `{n}` in a help text. clap takes these three characters for a line break; an empty style between them, which is
 /// taken out where no terminal reads it, keeps them apart.
@@ -62,6 +62,9 @@ pub(crate) struct MakeClonesArgs {
     /// The snapshot
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
 
     /// Save the running VM behind this monitor (a unix socket's path) into SNAPSHOT first. It continues; its writable
     /// disks are frozen, and it continues on overlays

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use limosa_image::qcow2::SnapshotChoice;
 
-use super::NewSnapshotArgs;
 use super::img::parse_snapshot;
+use super::{KeyArgs, NewSnapshotArgs};
 
 #[derive(Debug, Args)]
 pub(crate) struct ImportArgs {
@@ -53,6 +53,9 @@ pub(crate) struct ExportArgs {
     /// The snapshot to read
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
 
     /// The file to create, or - for standard output
     #[arg(value_name = "STREAM", required_unless_present = "into")]

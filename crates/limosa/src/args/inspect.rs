@@ -6,6 +6,7 @@ use clap::Args;
 use limosa_image::qcow2::SnapshotChoice;
 use limosa_qemu::qmp::MonitorAddress;
 
+use super::KeyArgs;
 use super::img::parse_snapshot;
 
 /// A VM that maps a snapshot.
@@ -39,6 +40,9 @@ pub(crate) struct InspectArgs {
     /// protected VM's checkpoints
     #[arg(value_name = "SNAPSHOT|STREAM|DIR")]
     pub(crate) file: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
 
     /// SNAPSHOT is a qcow2 image: look into the VM that was saved with this internal snapshot (QEMU's savevm). Its id
     /// or name, or snapshot.id=ID,snapshot.name=NAME

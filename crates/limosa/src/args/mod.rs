@@ -13,6 +13,7 @@ mod inspect;
 mod job;
 mod keep;
 mod packaging;
+mod packed;
 mod protect;
 mod receive;
 mod restore;
@@ -42,6 +43,7 @@ pub(crate) use inspect::{InspectArgs, MappedVmArgs};
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
 pub(crate) use keep::KeeperArgs;
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
+pub(crate) use packed::{HowPackedArgs, KeyArgs, PackArgs, UnpackArgs};
 pub(crate) use protect::{
     DurableArg, FailoverArgs, GateArgs, KeepArgs, MergeArgs, MethodArg, OnLossArg, OutputArg, ProtectArgs,
     ProtectCommand, ProtectDisksArg,
@@ -101,6 +103,10 @@ pub(crate) enum Command {
     Import(ImportArgs),
     /// Write a snapshot as a plain migration stream that unmodified QEMU loads
     Export(ExportArgs),
+    /// Compress a snapshot into a qcow2 image, which every command takes as it is; optionally encrypted, or on a base
+    Pack(PackArgs),
+    /// Make a plain snapshot of a packed one
+    Unpack(UnpackArgs),
     /// Show the contents of a snapshot, a recorded migration stream or a libvirt save image
     Inspect(InspectArgs),
     /// Make an older snapshot, or one that QEMU wrote, mappable as the memory of VMs

@@ -10,7 +10,7 @@ use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{CommandLineProperties, RunChoice};
 
 use super::channels::file_zero_copy;
-use super::{ChannelArgs, DisksArg, JobArgs, TransportArg, WorkingSetArgs};
+use super::{ChannelArgs, DisksArg, JobArgs, KeyArgs, TransportArg, WorkingSetArgs};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MemoryArg {
@@ -147,6 +147,9 @@ pub(crate) struct RestoreArgs {
     /// The file to restore from
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
 
     #[command(flatten)]
     pub(crate) how: HowArgs,

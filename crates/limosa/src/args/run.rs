@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{HowArgs, SteerArgs};
+use super::{HowArgs, KeyArgs, SteerArgs};
 use limosa_console::parse;
 
 #[derive(Debug, Args)]
@@ -18,6 +18,9 @@ pub(crate) struct RunArgs {
     /// The file to restore from
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
 
     #[command(flatten)]
     pub(crate) how: HowArgs,

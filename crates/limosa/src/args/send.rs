@@ -8,7 +8,7 @@ use limosa_console::parse::{self, ParseError};
 
 use super::channels::file_zero_copy;
 use super::restore::preempt;
-use super::{ChannelArgs, EndpointArgs, TlsClientArgs};
+use super::{ChannelArgs, EndpointArgs, KeyArgs, TlsClientArgs};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SendModeArg {
@@ -42,6 +42,9 @@ pub(crate) struct SendArgs {
     /// The file to send from
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
 
     /// Where the stream goes: tcp:HOST:PORT, unix:PATH, exec:COMMAND, fd:N, or - for standard input and output
     #[arg(value_name = "URI")]

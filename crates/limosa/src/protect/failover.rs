@@ -16,7 +16,7 @@ use limosa_protect::{give_back, has_survivor, take_over};
 use limosa_snapshot::{CHECKPOINT_NAME, CheckpointDirectory, Manifest, Snapshot, SnapshotError};
 
 use super::fence::{Fence, run_command};
-use crate::args::{DisksArg, FailoverArgs, RunArgs};
+use crate::args::{DisksArg, FailoverArgs, KeyArgs, RunArgs};
 use crate::run::{self, Caller};
 
 /// How long a keeper whose VM has ended may take to end.
@@ -36,7 +36,8 @@ pub(super) fn run(args: FailoverArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         refuse_survivor(&args.directory, has_survivor(&args.directory, &manifest)?)?;
     }
     let FailoverArgs { directory: place, fenced, fence: command, gate, how, steer, start_within, command: line } = args;
-    let vm = RunArgs { snapshot: snapshot.clone(), how, steer, start_within, command: line };
+    let key = KeyArgs::default();
+    let vm = RunArgs { snapshot: snapshot.clone(), key, how, steer, start_within, command: line };
     // A VM that could not be continued is better left alone, too.
     again(|| run::check(&vm))?;
     let fence = Fence {

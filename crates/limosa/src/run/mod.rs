@@ -35,6 +35,7 @@ use crate::args::{DisksArg, RunArgs, SetClockArg};
 use crate::clock::{self, ClockOutcome, RestoredClock};
 use crate::detach::Reporter;
 use crate::job;
+use crate::packed;
 use crate::relay::Relay;
 use crate::restore::{Observer, begin_recording, check_recording, options, tell};
 use crate::usage::misused;
@@ -56,6 +57,7 @@ pub(crate) struct Caller<'a> {
 }
 
 pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
+    packed::define_key(&args.key)?;
     run_for(&Caller { started: &|| Ok(()), had_guest: &Cell::new(false) }, args, verbose)
 }
 
@@ -71,7 +73,7 @@ pub(crate) fn check(args: &RunArgs) -> anyhow::Result<(CommandLineProperties, Sn
     if args.how.set_clock == SetClockArg::On && args.how.state.choice_for(line) == RunChoice::Paused {
         misused("--set-clock on cannot be used for a VM that stays paused");
     }
-    let snapshot = Snapshot::open(&args.snapshot)?;
+    let snapshot = packed::open(&args.snapshot)?;
     start::check(args, &snapshot)?;
     Ok((line, snapshot))
 }

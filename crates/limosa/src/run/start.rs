@@ -15,6 +15,7 @@ use limosa_snapshot::Snapshot;
 
 use super::{Caller, GONE_WITHIN, Notice, Qemu, program};
 use crate::args::{MemoryArg, RunArgs};
+use crate::packed::unmappable;
 use crate::relay::Relay;
 
 /// A QEMU, and its monitor if it has opened one.
@@ -104,10 +105,7 @@ fn mapped_command(
 
 fn map(args: &RunArgs, snapshot: &Snapshot, file: BorrowedFd<'_>, required: bool) -> anyhow::Result<MappedCommandLine> {
     if !snapshot.is_mappable() {
-        bail!(
-            "{} was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {0}",
-            args.snapshot.display()
-        );
+        bail!("{}", unmappable(snapshot));
     }
     if args.how.channels.channels.is_some() {
         bail!("--channels is for memory that is sent");

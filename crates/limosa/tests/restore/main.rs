@@ -24,6 +24,7 @@ mod lazy;
 mod limited;
 mod mapped;
 mod mapped_pages;
+mod packed;
 mod refusals;
 mod run_state;
 mod steered;

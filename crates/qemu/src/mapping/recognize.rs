@@ -69,7 +69,10 @@ pub(crate) fn recognize(
         }
     }
     if !snapshot.is_mappable() {
-        let why = "the snapshot was not made to be mapped: places of zero pages in it may hold old contents";
+        let why = match snapshot.is_packed() {
+            true => "the snapshot is packed",
+            false => "the snapshot was not made to be mapped: places of zero pages in it may hold old contents",
+        };
         return Mapped::No(why.into());
     }
     Mapped::Blocks(blocks)

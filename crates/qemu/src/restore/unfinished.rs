@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::Uri;
 use limosa_migrate::Handle;
+use limosa_pack::open_snapshot;
 use limosa_snapshot::{Snapshot, WorkingSet};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -90,7 +91,8 @@ impl UnfinishedRestore {
 
     /// Opens the snapshot and locks it, so that nothing replaces it while the guest needs it.
     pub(crate) fn keep(self) -> Result<KeptSnapshot, JobError> {
-        let snapshot = Snapshot::open(&PathBuf::from(OsString::from_vec(self.path.clone())))?;
+        // One that is encrypted is not opened: nobody but its user has the key.
+        let snapshot = open_snapshot(&PathBuf::from(OsString::from_vec(self.path.clone())), None)?;
         if snapshot.id() != self.record.snapshot {
             return Err(JobError::refused("another snapshot has its name now; recover from the one that was restored"));
         }

@@ -57,6 +57,10 @@ impl ReadAhead {
     /// The file's descriptor cannot be duplicated, or no thread be started.
     pub fn start(snapshot: &Snapshot, set: &WorkingSet) -> Result<Self, SnapshotError> {
         let failed = |error| SnapshotError::io("read it ahead", snapshot.path(), None, error);
+        if snapshot.is_packed() {
+            let what = "a packed snapshot is never mapped, so it has nothing to be read ahead for".to_owned();
+            return Err(SnapshotError::Misuse { path: snapshot.path().to_path_buf(), what });
+        }
         let file = File::from(snapshot.as_fd().try_clone_to_owned().map_err(failed)?);
         let plan = set.plan(snapshot.memory(), PIECE);
         let is_stopped = Arc::new(AtomicBool::new(false));

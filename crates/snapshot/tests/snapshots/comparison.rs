@@ -31,6 +31,7 @@ fn saved() -> Summary {
         missing_manifest_reason: None,
         importable: false,
         checksums: false,
+        packed: None,
         libvirt: None,
         warnings: Vec::new(),
     }

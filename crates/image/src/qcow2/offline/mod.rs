@@ -14,4 +14,5 @@ pub(in crate::qcow2) mod replay;
 pub(in crate::qcow2) mod resize;
 pub(in crate::qcow2) mod snapshots;
 pub(in crate::qcow2) mod streamed;
+pub(in crate::qcow2) mod table_digest;
 pub(in crate::qcow2) mod vm_state;

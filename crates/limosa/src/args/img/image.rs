@@ -38,7 +38,7 @@ impl TypedValueParser for ObjectParser {
     }
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub(crate) struct ObjectArg {
     /// A secret that encrypted images are opened with: secret,id=NAME,file=PATH or secret,id=NAME,data=TEXT; also with
     /// format=base64, keyid=NAME,iv=BASE64. Or certificates for NBD servers: tls-creds-x509,id=NAME,dir=PATH.

@@ -34,7 +34,7 @@ pub(crate) use compare::ImgCompareArgs;
 pub(crate) use convert::{ImgConvertArgs, parse_snapshot};
 pub(crate) use create::ImgCreateArgs;
 pub(crate) use dd::ImgDdArgs;
-pub(crate) use image::{OpenArgs, parse_aio};
+pub(crate) use image::{ObjectArg, OpenArgs, parse_aio};
 pub(crate) use info::ImgInfoArgs;
 pub(crate) use map::ImgMapArgs;
 pub(crate) use measure::ImgMeasureArgs;

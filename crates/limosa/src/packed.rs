@@ -1,0 +1,185 @@
+//! `limosa pack` and `limosa unpack`, and packed snapshots where a snapshot is wanted.
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use limosa_console::{print_out, quantity, say};
+use limosa_control::JobKind;
+use limosa_image::luks::Passphrase;
+use limosa_pack::{Base, PackEncryption, PackOptions, Packed, UnpackedFile, open_snapshot, pack, unpack};
+use limosa_qemu::is_same_file;
+use limosa_snapshot::{Durability, Snapshot, UnnamedFile};
+use serde_json::{Value, json};
+
+use crate::args::{HowPackedArgs, KeyArgs, PackArgs, UnpackArgs};
+use crate::img::object;
+use crate::job::JobHandles;
+
+/// The key of encrypted snapshots; set once, before a command opens one.
+static KEY: OnceLock<Passphrase> = OnceLock::new();
+
+/// Lets snapshots be opened with the key that was given.
+///
+/// # Errors
+/// An object cannot be had; no secret has the name.
+pub(crate) fn define_key(args: &KeyArgs) -> anyhow::Result<()> {
+    object::define(args.object.all())?;
+    let Some(id) = &args.key_secret else { return Ok(()) };
+    let missing = || format!("--key-secret {id}: no such secret; define it with --object secret,id={id}");
+    let key = object::secrets().get(id).cloned().with_context(missing)?;
+    KEY.set(key).map_err(|_| anyhow::anyhow!("--key-secret: the key is defined once"))
+}
+
+/// Opens a snapshot, packed or not.
+pub(crate) fn open(path: &Path) -> anyhow::Result<Snapshot> {
+    Ok(open_snapshot(path, KEY.get())?)
+}
+
+/// Returns why a snapshot cannot be mapped, with the remedy.
+pub(crate) fn unmappable(snapshot: &Snapshot) -> String {
+    let path = snapshot.path().display();
+    if snapshot.is_packed() {
+        return format!("{path}: is packed, and cannot be mapped; unpack it first: limosa unpack {path} FILE");
+    }
+    format!(
+        "{path}: was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {path}"
+    )
+}
+
+/// Opens the base of a new packed snapshot.
+pub(crate) fn open_base(args: &HowPackedArgs, target: &Path) -> anyhow::Result<Option<Base>> {
+    let Some(path) = &args.base else { return Ok(None) };
+    let base = Base::open(path, KEY.get())?;
+    base.check_beside(target)?;
+    Ok(Some(base))
+}
+
+/// Returns how a snapshot is packed.
+pub(crate) fn options(args: &HowPackedArgs, level: u8, durability: Durability) -> anyhow::Result<PackOptions> {
+    let mut options = PackOptions::default();
+    options.level = Some(level);
+    options.cluster_size = args.cluster_size;
+    if let Some(size) = args.cluster_size
+        && !(size.is_power_of_two() && (4 << 10..=2 << 20).contains(&size))
+    {
+        bail!("--cluster-size: must be a power of two from 4K to 2M");
+    }
+    if args.encrypt {
+        let key = KEY.get().context("--encrypt needs --key-secret ID")?;
+        let mut encryption = PackEncryption::new(key.clone());
+        encryption.iter_time = args.iter_time;
+        options.encryption = Some(encryption);
+    }
+    options.durability = durability;
+    Ok(options)
+}
+
+pub(crate) fn run_pack(args: &PackArgs) -> anyhow::Result<ExitCode> {
+    define_key(&args.key)?;
+    let begun = Instant::now();
+    refuse_one_file(&args.snapshot, &args.image)?;
+    let durability = durability(args.no_sync);
+    let options = options(&args.how, args.level, durability)?;
+    let base = open_base(&args.how, &args.image)?;
+    let snapshot = open(&args.snapshot)?;
+    snapshot.lock_serving()?;
+    let pending = UnnamedFile::create(&args.image, args.force)?;
+    let handles = JobHandles::with_socket(None, JobKind::Save, "packing", false)?;
+    let packed = pack(&snapshot, pending, base.as_ref(), &options, &handles.engine);
+    drop(handles);
+    let (packed, elapsed) = (packed?, begun.elapsed());
+    tell_packed(&packed, elapsed);
+    if args.json {
+        print_out!("{}", packed_object(&packed, elapsed));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(crate) fn run_unpack(args: &UnpackArgs) -> anyhow::Result<ExitCode> {
+    define_key(&args.key)?;
+    let begun = Instant::now();
+    refuse_one_file(&args.image, &args.snapshot)?;
+    let snapshot = open(&args.image)?;
+    snapshot.lock_serving()?;
+    let pending = UnnamedFile::create(&args.snapshot, args.force)?;
+    let handles = JobHandles::with_socket(None, JobKind::Save, "unpacking", false)?;
+    let unpacked = unpack(&snapshot, pending, durability(args.no_sync), &handles.engine);
+    drop(handles);
+    let (unpacked, elapsed) = (unpacked?, begun.elapsed());
+    let UnpackedFile { path, page_bytes, .. } = &unpacked;
+    say!(
+        "unpacked {} ({} of pages) in {}, {:.2} GiB/s",
+        path.display(),
+        quantity::bytes(*page_bytes),
+        quantity::time(elapsed),
+        quantity::rate(*page_bytes, elapsed)
+    );
+    if args.json {
+        print_out!(
+            "{}",
+            json!({
+                "snapshot": path.to_string_lossy(),
+                "id": snapshot.id(),
+                "file_length": unpacked.length,
+                "page_bytes": page_bytes,
+                "elapsed_ms": quantity::millis(elapsed),
+                "gib_per_s": quantity::rate(*page_bytes, elapsed),
+            })
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses to replace a snapshot by what is made of it.
+fn refuse_one_file(source: &Path, target: &Path) -> anyhow::Result<()> {
+    if is_same_file(source, target) {
+        bail!("{}: the snapshot and the file that is made of it must be different files", target.display());
+    }
+    Ok(())
+}
+
+fn durability(no_sync: bool) -> Durability {
+    if no_sync { Durability::Unsynced } else { Durability::Synced }
+}
+
+/// Describes a new packed snapshot.
+pub(crate) fn tell_packed(packed: &Packed, elapsed: Duration) {
+    let Packed { path, length, page_bytes, base_bytes, whole_because, .. } = packed;
+    say!(
+        "packed {} ({} of pages in a file of {}, {:.0}%) in {}, {:.2} GiB/s",
+        path.display(),
+        quantity::bytes(*page_bytes),
+        quantity::bytes(*length),
+        percent(*length, *page_bytes),
+        quantity::time(elapsed),
+        quantity::rate(*page_bytes, elapsed)
+    );
+    if *base_bytes > 0 {
+        say!("  {} are in the base as they are, and not stored again", quantity::bytes(*base_bytes));
+    }
+    if let Some(why) = whole_because {
+        say!("  it does not stand on the base, and is whole: {why}");
+    }
+}
+
+/// A new packed snapshot, for programs.
+pub(crate) fn packed_object(packed: &Packed, elapsed: Duration) -> Value {
+    json!({
+        "snapshot": packed.path.to_string_lossy(),
+        "file_length": packed.length,
+        "page_bytes": packed.page_bytes,
+        "own_bytes": packed.own_bytes,
+        "base_bytes": packed.base_bytes,
+        "whole_because": packed.whole_because,
+        "elapsed_ms": quantity::millis(elapsed),
+        "gib_per_s": quantity::rate(packed.page_bytes, elapsed),
+    })
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people")]
+fn percent(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 100.0 } else { part as f64 * 100.0 / whole as f64 }
+}

@@ -1,0 +1,289 @@
+//! The bytes of a packed snapshot, unpacked as they are asked for.
+//!
+//! Law: **a fault waits for one block.** A block is the largest cluster of the chain. What was unpacked is kept in a
+//! cache of [`CACHE`] bytes; a read of several blocks, and one that continues where the last one ended, has further
+//! blocks unpacked by threads meanwhile. A block that cannot be unpacked is an error of each read that needs it, and
+//! never zeros.
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::error::Error;
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, JoinHandle};
+
+use limosa_channel::Counters;
+use limosa_image::{Disk, GuestOffset, ImageError};
+use limosa_page::{to_u64, to_usize};
+use limosa_snapshot::{PackedBytes, PackedSummary};
+use limosa_storage::{Buffer, block_on};
+use parking_lot::{Condvar, Mutex};
+
+use crate::chain::Chain;
+
+/// Bytes of unpacked blocks that are kept.
+pub const CACHE: u64 = 32 << 20;
+/// The smallest block: one of less costs more to look up than to unpack.
+const BLOCK_LEAST: u64 = 16 << 10;
+/// Bytes that are unpacked ahead of a sequential reader.
+const AHEAD: u64 = 4 << 20;
+
+/// Bytes of the images of a chain.
+pub(crate) struct UnpackedBytes {
+    shared: Arc<Shared>,
+    chain: Chain,
+    /// How the files of the bases were when they were opened.
+    opened: Vec<(u64, i64, i64)>,
+    /// Threads that unpack ahead, from the first time that several blocks are wanted.
+    threads: OnceLock<Vec<JoinHandle<()>>>,
+    /// Where the last read ended.
+    last_end: AtomicU64,
+}
+
+struct Shared {
+    disk: Arc<dyn Disk>,
+    block: u64,
+    length: u64,
+    blocks: Mutex<Blocks>,
+    /// A block has been unpacked, or could not be.
+    done: Condvar,
+    /// There is something to unpack ahead, or nothing ever again.
+    wanted: Condvar,
+    is_closing: AtomicBool,
+}
+
+#[derive(Default)]
+struct Blocks {
+    known: HashMap<u64, Block>,
+    /// Those that are unpacked, the oldest first.
+    order: VecDeque<u64>,
+    /// Those that wait to be unpacked ahead.
+    ahead: VecDeque<u64>,
+}
+
+enum Block {
+    /// Waits for a thread.
+    Queued,
+    /// A thread unpacks it.
+    Pending,
+    /// Here it is; whether it was used since it was last looked at for eviction.
+    Here(Buffer, bool),
+}
+
+impl UnpackedBytes {
+    pub(crate) fn new(chain: Chain) -> Self {
+        let block = chain.unit().max(BLOCK_LEAST);
+        let disk = Arc::clone(&chain.disk) as Arc<dyn Disk>;
+        let shared = Shared {
+            length: disk.len(),
+            disk,
+            block,
+            blocks: Mutex::default(),
+            done: Condvar::new(),
+            wanted: Condvar::new(),
+            is_closing: AtomicBool::new(false),
+        };
+        let opened = chain.levels.iter().map(|level| times(&level.file)).collect();
+        let last_end = AtomicU64::new(u64::MAX);
+        Self { shared: Arc::new(shared), chain, opened, threads: OnceLock::new(), last_end }
+    }
+
+    /// Has blocks unpacked that will be wanted soon.
+    fn ask(&self, range: &Range<u64>) {
+        self.threads.get_or_init(|| {
+            let count = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+            let start = |_| {
+                let shared = Arc::clone(&self.shared);
+                // Without it the readers unpack for themselves.
+                thread::Builder::new().name("unpack".into()).spawn(move || shared.work()).ok()
+            };
+            (0..count).filter_map(start).collect()
+        });
+        self.shared.ask(range);
+    }
+}
+
+impl Shared {
+    /// The blocks that a range of bytes is in.
+    fn blocks_of(&self, range: &Range<u64>) -> Range<u64> {
+        range.start / self.block..range.end.div_ceil(self.block)
+    }
+
+    fn ask(&self, range: &Range<u64>) {
+        let mut blocks = self.blocks.lock();
+        let mut is_new = false;
+        for index in self.blocks_of(range) {
+            if to_u64(blocks.ahead.len()).saturating_mul(self.block) >= CACHE / 2 {
+                break;
+            }
+            if let Entry::Vacant(vacant) = blocks.known.entry(index) {
+                vacant.insert(Block::Queued);
+                blocks.ahead.push_back(index);
+                is_new = true;
+            }
+        }
+        drop(blocks);
+        if is_new {
+            self.wanted.notify_all();
+        }
+    }
+
+    /// Unpacks what is asked for, until the end.
+    fn work(&self) {
+        let mut blocks = self.blocks.lock();
+        while !self.is_closing.load(Ordering::Relaxed) {
+            let Some(index) = blocks.ahead.pop_front() else {
+                self.wanted.wait(&mut blocks);
+                continue;
+            };
+            // Its reader may have come first.
+            if !matches!(blocks.known.get(&index), Some(Block::Queued)) {
+                continue;
+            }
+            blocks.known.insert(index, Block::Pending);
+            drop(blocks);
+            // Who needs it gets the error by an attempt of its own.
+            let _ = self.unpack(index);
+            blocks = self.blocks.lock();
+        }
+    }
+
+    /// Returns a block.
+    fn get(&self, index: u64) -> Result<Buffer, ImageError> {
+        let mut blocks = self.blocks.lock();
+        loop {
+            match blocks.known.get_mut(&index) {
+                Some(Block::Here(buffer, is_used)) => {
+                    *is_used = true;
+                    return Ok(buffer.clone());
+                }
+                Some(Block::Pending) => self.done.wait(&mut blocks),
+                Some(Block::Queued) | None => {
+                    blocks.known.insert(index, Block::Pending);
+                    drop(blocks);
+                    return self.unpack(index);
+                }
+            }
+        }
+    }
+
+    /// Unpacks a block that is pending, and keeps it.
+    fn unpack(&self, index: u64) -> Result<Buffer, ImageError> {
+        let start = index.saturating_mul(self.block);
+        let buffer = Buffer::zeroed(to_usize(self.block.min(self.length.saturating_sub(start))));
+        let read = block_on(self.disk.read(GuestOffset(start), buffer.clone().into()));
+        let mut blocks = self.blocks.lock();
+        if read.is_ok() {
+            blocks.known.insert(index, Block::Here(buffer.clone(), false));
+            blocks.order.push_back(index);
+            blocks.evict(CACHE / self.block);
+        } else {
+            blocks.known.remove(&index);
+        }
+        drop(blocks);
+        self.done.notify_all();
+        read.map(|()| buffer)
+    }
+}
+
+impl Blocks {
+    /// Drops blocks until `limit` are left: the oldest that were not used since they were last looked at.
+    fn evict(&mut self, limit: u64) {
+        while to_u64(self.order.len()) > limit.max(1) {
+            let Some(oldest) = self.order.pop_front() else { return };
+            match self.known.get_mut(&oldest) {
+                Some(Block::Here(_, is_used)) if *is_used => {
+                    *is_used = false;
+                    self.order.push_back(oldest);
+                }
+                _ => drop(self.known.remove(&oldest)),
+            }
+        }
+    }
+}
+
+impl PackedBytes for UnpackedBytes {
+    fn length(&self) -> u64 {
+        self.shared.length
+    }
+
+    fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>> {
+        let shared = &self.shared;
+        let end = offset.checked_add(to_u64(into.len())).filter(|end| *end <= shared.length);
+        let end = end.ok_or_else(|| format!("it ends at {:#x}", shared.length))?;
+        let indexes = shared.blocks_of(&(offset..end));
+        let continues = self.last_end.swap(end, Ordering::Relaxed) == offset;
+        let until = if continues { end.saturating_add(AHEAD).min(shared.length) } else { end };
+        let is_one = indexes.end - indexes.start < 2 && !continues;
+        let mut asked = offset;
+        let mut rest = into;
+        for index in indexes {
+            let start = index * shared.block;
+            // In time, and never so much that it would be dropped before it is read.
+            if !is_one && asked < until && start.saturating_add(AHEAD / 2) >= asked {
+                let next = start.max(offset).saturating_add(AHEAD).min(until);
+                self.ask(&(asked..next.max(asked)));
+                asked = next.max(asked);
+            }
+            let inside = offset.saturating_sub(start);
+            let count = (end - start).min(shared.block) - inside;
+            let (part, later) = rest.split_at_mut(to_usize(count));
+            rest = later;
+            let block = shared.get(index)?;
+            if block.copy_to(to_usize(inside), part) != part.len() {
+                return Err("a block is shorter than its bytes; this is a bug in limosa".into());
+            }
+        }
+        Ok(())
+    }
+
+    fn find_change(&self) -> Option<String> {
+        let changed = self.chain.levels.iter().zip(&self.opened).find(|(level, opened)| times(&level.file) != **opened);
+        changed.map(|(level, _)| format!("{} was written to", level.path.display()))
+    }
+
+    fn counters(&self) -> Counters {
+        let mut sum = Counters::default();
+        for level in &self.chain.levels {
+            let counted = level.storage.counters().reads;
+            sum.calls_in = sum.calls_in.saturating_add(counted.operations);
+            sum.bytes_in = sum.bytes_in.saturating_add(counted.bytes);
+        }
+        sum
+    }
+
+    fn summary(&self) -> PackedSummary {
+        let top = self.chain.top();
+        let mut summary = PackedSummary::new(top.compression().to_owned(), top.cluster_size());
+        summary.encrypted = top.is_encrypted;
+        summary.bases = self.chain.levels.iter().skip(1).map(|level| level.path.display().to_string()).collect();
+        summary
+    }
+}
+
+/// Length and modification time of a file.
+fn times(file: &std::fs::File) -> (u64, i64, i64) {
+    use std::os::unix::fs::MetadataExt as _;
+    file.metadata().map_or((0, 0, 0), |metadata| (metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
+}
+
+impl fmt::Debug for UnpackedBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UnpackedBytes").field("chain", &self.chain).finish_non_exhaustive()
+    }
+}
+
+impl Drop for UnpackedBytes {
+    fn drop(&mut self) {
+        let blocks = self.shared.blocks.lock();
+        self.shared.is_closing.store(true, Ordering::Relaxed);
+        drop(blocks);
+        self.shared.wanted.notify_all();
+        for thread in self.threads.take().into_iter().flatten() {
+            let _ = thread.join();
+        }
+    }
+}

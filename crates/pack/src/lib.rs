@@ -1,0 +1,51 @@
+//! Packed snapshots: a stored VM inside a qcow2 image, compressed, encrypted, on a base.
+//!
+//! A packed snapshot is a qcow2 image whose contents are the mapped-ram file of [`limosa_snapshot`], so stock tools
+//! undo it: `qemu-img convert -O raw`. Its clusters are compressed with zstd; LUKS is below the image, because qcow2
+//! has no clusters that are both compressed and encrypted; a backing file makes it an increment.
+//!
+//! - [`open_snapshot`]: a [`Snapshot`](limosa_snapshot::Snapshot), packed or not, for everything that reads one.
+//! - [`pack()`] and [`unpack()`]: make one of the other.
+//! - [`Base`]: the packed snapshot that an increment stands on.
+//!
+//! Why a crate of its own: limosa-snapshot knows no image format, so VMMs that store and load snapshots are built
+//! without ciphers and compressors, and limosa-image knows no VM. This crate is where they meet, and nothing else.
+//!
+//! ```no_run
+//! use std::path::Path;
+//!
+//! use limosa_migrate::Handle;
+//! use limosa_pack::{PackOptions, open_snapshot, pack};
+//! use limosa_snapshot::UnnamedFile;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+//! let snapshot = open_snapshot(Path::new("/srv/vm.limosa"), None)?;
+//! let pending = UnnamedFile::create(Path::new("/srv/vm.qcow2"), false)?;
+//! let packed = pack(&snapshot, pending, None, &PackOptions::default(), &Handle::new())?;
+//! println!("{} bytes of pages in a file of {}", packed.page_bytes, packed.length);
+//! # Ok(()) }
+//! ```
+
+mod base;
+mod bytes;
+mod chain;
+mod contents;
+mod error;
+mod open;
+mod pack;
+mod pieces;
+mod record;
+mod unpack;
+
+pub use base::Base;
+pub use bytes::CACHE;
+pub use chain::DEPTH_LIMIT;
+pub use error::PackError;
+pub use open::{fuzz_open, is_packed, open_snapshot};
+pub use pack::{CLUSTER_SIZE, DEFAULT_ITER_TIME, INCREMENT_CLUSTER_SIZE, PackEncryption, PackOptions, Packed, pack};
+pub use unpack::{UnpackedFile, unpack};
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,0 +1,57 @@
+//! Opening a snapshot, packed or not.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use limosa_image::luks::Passphrase;
+use limosa_snapshot::Snapshot;
+use rustix::fs::MemfdFlags;
+
+use crate::bytes::UnpackedBytes;
+use crate::chain::{self, Chain};
+use crate::error::PackError;
+
+/// Opens a snapshot: a mapped-ram file, or one that is packed into an image, with the images that it stands on.
+///
+/// The passphrase opens all encrypted images of a chain; a snapshot that is not encrypted needs none. Takes no lock:
+/// see [`Snapshot::lock_serving`].
+///
+/// # Errors
+/// As [`Snapshot::open`]; a file that looks like an image but holds no snapshot; a missing or wrong passphrase; a base
+/// that is missing, was changed, or is another one.
+pub fn open_snapshot(path: &Path, passphrase: Option<&Passphrase>) -> Result<Snapshot, PackError> {
+    let file = open_file(path)?;
+    if !chain::is_image(&file) {
+        return Ok(Snapshot::from_file(file, path)?);
+    }
+    let chain = Chain::open(&file, path, passphrase)?;
+    Ok(Snapshot::from_packed(file, path, Arc::new(UnpackedBytes::new(chain)))?)
+}
+
+/// Returns whether a file looks like an image that a snapshot may be packed in. One that cannot be read is not.
+#[must_use]
+pub fn is_packed(path: &Path) -> bool {
+    open_file(path).is_ok_and(|file| chain::is_image(&file))
+}
+
+/// Opens the bytes as a packed snapshot from a file in memory, for fuzzers. Bytes must never make it panic, or take
+/// memory without a bound.
+///
+/// # Errors
+/// As [`open_snapshot`].
+pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, PackError> {
+    let path = Path::new("bytes");
+    let made = rustix::fs::memfd_create("limosa-fuzz", MemfdFlags::CLOEXEC);
+    let file = File::from(made.map_err(|errno| PackError::io("make a file in memory", path)(errno.into()))?);
+    file.write_all_at(bytes, 0).map_err(PackError::io("fill a file in memory", path))?;
+    let chain = Chain::open(&file, path, None)?;
+    Ok(Snapshot::from_packed(file, path, Arc::new(UnpackedBytes::new(chain)))?)
+}
+
+pub(crate) fn open_file(path: &Path) -> Result<File, PackError> {
+    // Without O_NONBLOCK, opening a named pipe would wait for its other end.
+    let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    opened.map_err(PackError::io("open it", path))
+}

@@ -1,0 +1,226 @@
+//! Packing a snapshot into an image.
+//!
+//! Law: the image appears whole or not at all, and its contents are the mapped-ram file byte by byte, but for old bytes
+//! in the places of pages that are not stored. Memory is bounded: a piece and what it compresses to, for each thread.
+
+use std::ops::Range;
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use limosa_image::luks::{self, Passphrase};
+use limosa_image::qcow2::{self, Compression, CreateOptions, ImageParts, Qcow2, Qcow2Options};
+use limosa_image::{Compressor, Disk, GuestOffset};
+use limosa_migrate::Handle;
+use limosa_migrate::control::{MovedPages, Phase};
+use limosa_page::{PAGE_SIZE, to_u64, to_usize};
+use limosa_snapshot::{Durability, Snapshot, UnnamedFile};
+use limosa_storage::{Buffer, FileOptions, FileStorage, Io, LockPolicy, Storage, block_on};
+
+use crate::base::Base;
+use crate::contents::Contents;
+use crate::error::PackError;
+use crate::pieces::{for_each_piece, runs};
+use crate::record::Record;
+
+/// Bytes that a thread reads, compresses and writes at once, at least.
+const PIECE: u64 = 1 << 20;
+/// Bytes of a disk's sector.
+const SECTOR: u64 = 512;
+/// The clusters of a snapshot without a base (docs/packed.md has the measurement).
+pub const CLUSTER_SIZE: u64 = 128 << 10;
+/// The clusters of one with a base: all of a cluster is stored again if one page of it differs.
+pub const INCREMENT_CLUSTER_SIZE: u64 = 16 << 10;
+/// Time that the derivation of the key takes, which every opening takes again.
+pub const DEFAULT_ITER_TIME: Duration = Duration::from_millis(100);
+
+/// How a snapshot is packed.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct PackOptions {
+    /// The level of zstd, 1 to 22; `None`: 3.
+    pub level: Option<u8>,
+    /// Bytes that are compressed together: a power of two from 4 KiB to 2 MiB. `None`: [`CLUSTER_SIZE`], with a base
+    /// [`INCREMENT_CLUSTER_SIZE`].
+    pub cluster_size: Option<u64>,
+    /// The encryption.
+    pub encryption: Option<PackEncryption>,
+    /// Whether publishing waits until the file would survive a power cut.
+    pub durability: Durability,
+}
+
+/// How a packed snapshot is encrypted: LUKS, AES-256 in mode XTS, below the image.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct PackEncryption {
+    /// The passphrase.
+    pub passphrase: Passphrase,
+    /// Time that the derivation of the key may take. What makes a guessed passphrase expensive delays each opening.
+    pub iter_time: Duration,
+}
+
+impl PackEncryption {
+    /// An encryption with [`DEFAULT_ITER_TIME`].
+    #[must_use]
+    pub const fn new(passphrase: Passphrase) -> Self {
+        Self { passphrase, iter_time: DEFAULT_ITER_TIME }
+    }
+}
+
+/// The result of packing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Packed {
+    /// The file.
+    pub path: PathBuf,
+    /// Its length in bytes.
+    pub length: u64,
+    /// Bytes of pages that the snapshot has.
+    pub page_bytes: u64,
+    /// Bytes of the clusters that the file has itself, before compression; zeros among them take no room in it.
+    pub own_bytes: u64,
+    /// Bytes that are the base's.
+    pub base_bytes: u64,
+    /// Why all of it is in the file although a base was given.
+    pub whole_because: Option<String>,
+}
+
+/// Packs a snapshot into a new file.
+///
+/// # Errors
+/// The snapshot would restore to a broken guest, or cannot be read; options that contradict each other; a base that
+/// cannot be one; the file cannot be written. Nothing is left of it then.
+pub fn pack(
+    snapshot: &Snapshot,
+    pending: UnnamedFile,
+    base: Option<&Base>,
+    options: &PackOptions,
+    handle: &Handle,
+) -> Result<Packed, PackError> {
+    snapshot.check_restorable()?;
+    let target = pending.target().to_path_buf();
+    let base = base.map(|base| base.admit(snapshot, &target)).transpose()?;
+    let (base, whole_because) = match base {
+        Some(Ok(base)) => (Some(base), None),
+        Some(Err(why)) => (None, Some(why)),
+        None => (None, None),
+    };
+    let contents = Contents::new(snapshot);
+    let size = contents.length().next_multiple_of(SECTOR);
+    let cluster = options.cluster_size.unwrap_or(if base.is_some() { INCREMENT_CLUSTER_SIZE } else { CLUSTER_SIZE });
+    let storage = storage(&pending, options.encryption.as_ref())?;
+    let create = CreateOptions::default()
+        .size(size)
+        .cluster_size(cluster)
+        .compression(Compression::Zstd)
+        .backing_file(base.map(|base| base.name().to_owned()))
+        .backing_format(base.map(|_| "qcow2".to_owned()));
+    let mut header = block_on(qcow2::create(&*storage, None, &create))?;
+    Record { id: snapshot.id(), base: base.map(Base::record) }.put(&mut header);
+    let start = header.encode(storage.name())?;
+    block_on(storage.write(0, Buffer::from_slice(&start).into())).map_err(PackError::storage)?;
+    let parts = ImageParts::new(Arc::clone(&storage), header).backing(base.map(Base::disk));
+    let disk = block_on(Qcow2::open(parts, Qcow2Options::default()))?;
+
+    handle.progress.expect_pages(snapshot.stored_pages());
+    handle.progress.set_phase(Phase::Active);
+    let base_contents = base.map(|base| Contents::new(base.snapshot()));
+    let packer = Packer {
+        contents: &contents,
+        base: base_contents.as_ref(),
+        disk: &disk,
+        cluster,
+        own_bytes: AtomicU64::new(0),
+        base_bytes: AtomicU64::new(0),
+        handle,
+    };
+    let make = || Ok(Worker { compressor: disk.compressor(options.level)?, base: Vec::new() });
+    for_each_piece(size, PIECE.max(cluster), make, |worker, piece| packer.piece(worker, &piece))?;
+    let (own_bytes, base_bytes) = (packer.own_bytes.into_inner(), packer.base_bytes.into_inner());
+    block_on(disk.close())?;
+    drop(disk);
+    // A decrypted disk is whole sectors long.
+    let length = storage.length().map_err(PackError::storage)?;
+    block_on(storage.set_len(length.next_multiple_of(SECTOR))).map_err(PackError::storage)?;
+    drop(storage);
+    snapshot.check_unchanged()?;
+    handle.control.check().map_err(PackError::Cancelled)?;
+    let length = pending.file().metadata().map_err(PackError::io("look at it", &target))?.len();
+    let path = pending.publish(options.durability)?;
+    handle.progress.set_phase(Phase::Completed);
+    let page_bytes = snapshot.stored_pages().saturating_mul(PAGE_SIZE);
+    Ok(Packed { path, length, page_bytes, own_bytes, base_bytes, whole_because })
+}
+
+/// The new file as the storage of an image: as it is, or encrypted.
+fn storage(pending: &UnnamedFile, encryption: Option<&PackEncryption>) -> Result<Arc<dyn Storage>, PackError> {
+    let target = pending.target();
+    let copy =
+        pending.file().as_fd().try_clone_to_owned().map_err(PackError::io("duplicate its descriptor", target))?;
+    // Nobody else knows it, and its compressed clusters are copied into the page cache in small pieces.
+    let options = FileOptions { io: Io::CallerThread, lock: LockPolicy::None, ..FileOptions::default() };
+    let file = FileStorage::from_fd(copy, &target.display().to_string(), &options).map_err(PackError::storage)?;
+    let Some(encryption) = encryption else { return Ok(file) };
+    let mut create = luks::CreateOptions::new(encryption.passphrase.clone());
+    create.header.iter_time = encryption.iter_time;
+    block_on(luks::create(&*file, &create))?;
+    Ok(Arc::new(block_on(luks::open(file, &encryption.passphrase))?))
+}
+
+/// The state that the threads share.
+struct Packer<'a> {
+    contents: &'a Contents<'a>,
+    base: Option<&'a Contents<'a>>,
+    disk: &'a Qcow2,
+    cluster: u64,
+    own_bytes: AtomicU64,
+    base_bytes: AtomicU64,
+    handle: &'a Handle,
+}
+
+/// The buffers of one thread.
+struct Worker {
+    compressor: Compressor,
+    /// Bytes of the base.
+    base: Vec<u8>,
+}
+
+impl Packer<'_> {
+    fn piece(&self, worker: &mut Worker, piece: &Range<u64>) -> Result<(), PackError> {
+        self.handle.control.check().map_err(PackError::Cancelled)?;
+        let wanted =
+            |range: &Range<u64>| self.contents.has_data(range) || self.base.is_some_and(|base| base.has_data(range));
+        for run in runs(piece, self.cluster, wanted) {
+            let mut bytes = vec![0; to_usize(run.end - run.start)];
+            self.contents.read(&run, &mut bytes)?;
+            for own in self.differing(worker, &run, &bytes)? {
+                let place = to_usize(own.start - run.start)..to_usize(own.end - run.start);
+                let part = bytes.get(place).unwrap_or_default();
+                let clusters = worker.compressor.compress(&Buffer::from_slice(part).into());
+                block_on(self.disk.write_compressed(GuestOffset(own.start), clusters))?;
+                self.own_bytes.fetch_add(own.end - own.start, Ordering::Relaxed);
+            }
+        }
+        let normal = self.contents.stored_pages(piece);
+        self.handle.progress.add_moved(MovedPages { normal, zero: 0, resent: 0 });
+        Ok(())
+    }
+
+    /// The clusters of a run that are not in the base as they are.
+    fn differing(&self, worker: &mut Worker, run: &Range<u64>, bytes: &[u8]) -> Result<Vec<Range<u64>>, PackError> {
+        let Some(base) = self.base else { return Ok(vec![run.clone()]) };
+        worker.base.clear();
+        worker.base.resize(bytes.len(), 0);
+        base.read_raw(run, &mut worker.base)?;
+        let theirs = &worker.base;
+        let own = runs(run, self.cluster, |range| {
+            let place = to_usize(range.start - run.start)..to_usize(range.end - run.start);
+            bytes.get(place.clone()) != theirs.get(place)
+        });
+        let length: u64 = own.iter().map(|range| range.end - range.start).sum();
+        self.base_bytes.fetch_add(to_u64(bytes.len()).saturating_sub(length), Ordering::Relaxed);
+        Ok(own)
+    }
+}

@@ -1,0 +1,55 @@
+//! Snapshots whose file is an image of their bytes: compressed, encrypted, or on a base.
+//!
+//! Law: this crate knows no image format. What unpacks lends the bytes of a mapped-ram file, and all that reads a
+//! snapshot reads those: layout, bitmaps, pages, checksums, trailer.
+
+use std::error::Error;
+use std::fmt::Debug;
+
+use limosa_channel::Counters;
+
+/// The bytes of a mapped-ram file that is packed into images.
+///
+/// Any number of threads may read.
+pub trait PackedBytes: Debug + Send + Sync {
+    /// Returns their number. An image may have more bytes than the mapped-ram file: zeros, up to a whole sector.
+    fn length(&self) -> u64;
+
+    /// Reads all of `into` from `offset` on.
+    ///
+    /// # Errors
+    /// Bytes that cannot be returned exactly as they were packed.
+    fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>>;
+
+    /// Returns how a file of the images has changed since it was opened, if one has. The snapshot looks at the topmost
+    /// one by itself.
+    fn find_change(&self) -> Option<String>;
+
+    /// Returns what was read from the images so far.
+    fn counters(&self) -> Counters;
+
+    /// Returns what a person may want to know about the images.
+    fn summary(&self) -> PackedSummary;
+}
+
+/// The images of a packed snapshot, for people and programs.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct PackedSummary {
+    /// Its compression, as an image names it.
+    pub compression: String,
+    /// Bytes that are compressed together.
+    pub cluster_size: u64,
+    /// Whether the topmost image is encrypted.
+    pub encrypted: bool,
+    /// The files that it stands on, from the topmost base down.
+    pub bases: Vec<String>,
+}
+
+impl PackedSummary {
+    /// The summary of one image without a base.
+    #[must_use]
+    pub fn new(compression: String, cluster_size: u64) -> Self {
+        Self { compression, cluster_size, encrypted: false, bases: Vec::new() }
+    }
+}
