@@ -3,24 +3,36 @@
 use limosa_console::quantity;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Instant;
 
+use anyhow::{Context as _, bail};
 use limosa_clone::SavedDisks;
 use limosa_control::JobKind;
+use limosa_pack::{DEFAULT_LEVEL, pack};
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{
     DiskPolicy, JobError, NotConverging, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, Watchdog,
     save,
 };
-use limosa_snapshot::{Disk, Transport};
+use limosa_snapshot::{Disk, Durability, Snapshot, Transport, UnnamedFile};
 use serde_json::json;
 
 use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, TransportArg};
 use crate::job::{self, JobHandles};
+use crate::packed;
 use crate::report;
+use crate::usage::misused;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
+    if args.pack.is_some() {
+        return run_packed(args);
+    }
+    let how = &args.how_packed;
+    if how.base.is_some() || how.encrypt || how.cluster_size.is_some() {
+        misused("--base, --encrypt and --cluster-size are for a packed snapshot: add --pack zstd");
+    }
     let monitor = job::connect(&args.job.qmp)?;
     let handles = JobHandles::new(&args.job, JobKind::Save, "saving", false)?;
     let report = save_with(&monitor, &args.snapshot, &options(args), handles)?;
@@ -29,6 +41,72 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
         print_out!("{}", object(&report));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Saves into a plain snapshot beside the target, and packs that: the VM waits no longer than for a plain save, pages
+/// that come again are not packed twice, and at any moment there is a whole snapshot of the VM if it was left stopped.
+fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
+    let begun = Instant::now();
+    packed::define_key(&args.key)?;
+    let target = &args.snapshot;
+    // All that can be refused is, before the VM is touched.
+    let packing = packed::options(&args.how_packed, args.pack.unwrap_or(DEFAULT_LEVEL), args.new.durability())?;
+    let base = packed::open_base(&args.how_packed, target)?;
+    let pending = UnnamedFile::create(target, args.new.force)?;
+    let plain = plain_beside(target);
+    if plain.exists() {
+        let shown = plain.display();
+        bail!(
+            "{shown}: an interrupted save has left this snapshot; pack it (limosa pack {shown} {}), or remove it",
+            target.display()
+        );
+    }
+    let monitor = job::connect(&args.job.qmp)?;
+    let handles = JobHandles::new(&args.job, JobKind::Save, "saving", false)?;
+    let mut options = options(args);
+    options.replace = false;
+    if !args.stop {
+        // A VM that continues loses nothing with it; the packed one is durable.
+        options.durability = Durability::Unsynced;
+    }
+    let needed = SavedDisks::mark_needed(&images(&monitor)?, target)?;
+    let saved = save_with(&monitor, &plain, &options, handles);
+    if saved.is_err() && !plain.exists() {
+        needed.unmark_needed();
+    }
+    let report = saved?;
+    drop(monitor);
+    let kept = |error: anyhow::Error| {
+        let shown = plain.display();
+        error.context(format!(
+            "the VM is saved in {shown}, and that was not packed: repeat it with limosa pack {shown} {}",
+            target.display()
+        ))
+    };
+    let result = (|| {
+        let snapshot = Snapshot::open(&plain)?;
+        snapshot.lock_serving()?;
+        let handles = JobHandles::with_socket(args.job.steer.control.as_deref(), JobKind::Save, "packing", false)?;
+        Ok(pack(&snapshot, pending, base.as_ref(), &packing, &handles.engine)?)
+    })();
+    let packed = result.map_err(kept)?;
+    std::fs::remove_file(&plain).with_context(|| format!("{}: cannot be removed", plain.display()))?;
+    tell(&report);
+    packed::tell_packed(&packed, begun.elapsed());
+    if args.job.json {
+        let mut object = object(&report);
+        object["snapshot"] = packed.path.to_string_lossy().into();
+        object["packed"] = packed::packed_object(&packed, begun.elapsed());
+        print_out!("{object}");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the name of the plain snapshot that a packed one is made of.
+fn plain_beside(target: &Path) -> PathBuf {
+    let mut name = target.file_name().unwrap_or_default().to_os_string();
+    name.push(".unpacked");
+    target.with_file_name(name)
 }
 
 /// Saves a VM that continues, with its disks of the same instant, so that it can be cloned. `overlay_dir` is the

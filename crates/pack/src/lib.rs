@@ -42,7 +42,9 @@ pub use bytes::CACHE;
 pub use chain::DEPTH_LIMIT;
 pub use error::PackError;
 pub use open::{fuzz_open, is_packed, open_snapshot};
-pub use pack::{CLUSTER_SIZE, DEFAULT_ITER_TIME, INCREMENT_CLUSTER_SIZE, PackEncryption, PackOptions, Packed, pack};
+pub use pack::{
+    CLUSTER_SIZE, DEFAULT_ITER_TIME, DEFAULT_LEVEL, INCREMENT_CLUSTER_SIZE, PackEncryption, PackOptions, Packed, pack,
+};
 pub use unpack::{UnpackedFile, unpack};
 
 /// The example of the README, compiled.

@@ -33,6 +33,8 @@ const SECTOR: u64 = 512;
 pub const CLUSTER_SIZE: u64 = 128 << 10;
 /// The clusters of one with a base: all of a cluster is stored again if one page of it differs.
 pub const INCREMENT_CLUSTER_SIZE: u64 = 16 << 10;
+/// The level of zstd.
+pub const DEFAULT_LEVEL: u8 = 3;
 /// Time that the derivation of the key takes, which every opening takes again.
 pub const DEFAULT_ITER_TIME: Duration = Duration::from_millis(100);
 
@@ -40,7 +42,7 @@ pub const DEFAULT_ITER_TIME: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct PackOptions {
-    /// The level of zstd, 1 to 22; `None`: 3.
+    /// The level of zstd, 1 to 22; `None`: [`DEFAULT_LEVEL`].
     pub level: Option<u8>,
     /// Bytes that are compressed together: a power of two from 4 KiB to 2 MiB. `None`: [`CLUSTER_SIZE`], with a base
     /// [`INCREMENT_CLUSTER_SIZE`].
@@ -136,7 +138,8 @@ pub fn pack(
         base_bytes: AtomicU64::new(0),
         handle,
     };
-    let make = || Ok(Worker { compressor: disk.compressor(options.level)?, base: Vec::new() });
+    let make =
+        || Ok(Worker { compressor: disk.compressor(Some(options.level.unwrap_or(DEFAULT_LEVEL)))?, base: Vec::new() });
     for_each_piece(size, PIECE.max(cluster), make, |worker, piece| packer.piece(worker, &piece))?;
     let (own_bytes, base_bytes) = (packer.own_bytes.into_inner(), packer.base_bytes.into_inner());
     block_on(disk.close())?;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use limosa_console::parse;
+use limosa_pack::DEFAULT_LEVEL;
 
 use super::img::ObjectArg;
 
@@ -55,7 +56,7 @@ pub(crate) struct PackArgs {
     pub(crate) image: PathBuf,
 
     /// Level of zstd
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=22))]
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_LEVEL, value_parser = clap::value_parser!(u8).range(1..=22))]
     pub(crate) level: u8,
 
     #[command(flatten)]

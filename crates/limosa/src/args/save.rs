@@ -7,8 +7,10 @@ use clap::builder::TypedValueParser;
 use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
-use super::{ChannelArgs, JobArgs, NewSnapshotArgs, TransportArg};
-use limosa_console::{named_values, parse};
+use super::{ChannelArgs, HowPackedArgs, JobArgs, KeyArgs, NewSnapshotArgs, TransportArg};
+use limosa_console::named_values;
+use limosa_console::parse::{self, ParseError};
+use limosa_pack::DEFAULT_LEVEL;
 
 fn write_via() -> impl TypedValueParser<Value = TransportArg> {
     named_values([
@@ -34,6 +36,19 @@ pub(crate) enum SaveDisksArg {
     Overlay,
     /// Do not check; disks are kept consistent by other means
     Ignore,
+}
+
+/// Parses `zstd` or `zstd:LEVEL`: the level.
+fn parse_packing(text: &str) -> Result<u8, ParseError> {
+    let wrong = || ParseError::new(text, "compression", "zstd, or zstd:1 to zstd:22");
+    match text.strip_prefix("zstd").ok_or_else(wrong)? {
+        "" => Ok(DEFAULT_LEVEL),
+        level => level
+            .strip_prefix(':')
+            .and_then(|level| level.parse().ok())
+            .filter(|level| (1..=22).contains(level))
+            .ok_or_else(wrong),
+    }
 }
 
 #[derive(Debug, Args)]
@@ -68,6 +83,16 @@ pub(crate) struct SaveArgs {
 
     #[command(flatten)]
     pub(crate) new: NewSnapshotArgs,
+
+    /// Pack the snapshot when the VM continues, as limosa pack does: zstd, or zstd:LEVEL
+    #[arg(long, value_name = "zstd[:LEVEL]", value_parser = parse_packing)]
+    pub(crate) pack: Option<u8>,
+
+    #[command(flatten)]
+    pub(crate) how_packed: HowPackedArgs,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
 
     /// Longest downtime of the VM that QEMU aims for (its downtime-limit)
     #[arg(long, value_name = "TIME", value_parser = parse::time)]

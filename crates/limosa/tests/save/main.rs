@@ -19,5 +19,6 @@ mod kills_file;
 mod kills_socket;
 mod overlay;
 mod overlay_kills;
+mod packed;
 mod plain;
 mod stop;
