@@ -1,5 +1,6 @@
 //! `limosa pack` and `limosa unpack`, and packed snapshots where a snapshot is wanted.
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::OnceLock;
@@ -9,7 +10,9 @@ use anyhow::{Context as _, bail};
 use limosa_console::{print_out, quantity, say};
 use limosa_control::JobKind;
 use limosa_image::luks::Passphrase;
-use limosa_pack::{Base, PackEncryption, PackOptions, Packed, UnpackedFile, open_snapshot, pack, unpack};
+use limosa_pack::{
+    Base, PackEncryption, PackOptions, Packed, SnapshotDirectory, UnpackedFile, open_snapshot, pack, unpack,
+};
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Durability, Snapshot, UnnamedFile};
 use serde_json::{Value, json};
@@ -31,6 +34,16 @@ pub(crate) fn define_key(args: &KeyArgs) -> anyhow::Result<()> {
     let missing = || format!("--key-secret {id}: no such secret; define it with --object secret,id={id}");
     let key = object::secrets().get(id).cloned().with_context(missing)?;
     KEY.set(key).map_err(|_| anyhow::anyhow!("--key-secret: the key is defined once"))
+}
+
+/// Returns the directory of these snapshots.
+pub(crate) fn directory(path: &Path) -> SnapshotDirectory {
+    SnapshotDirectory::new(path, KEY.get().cloned())
+}
+
+/// Returns the directory of a snapshot, and its name there.
+pub(crate) fn directory_of(snapshot: &Path) -> anyhow::Result<(SnapshotDirectory, OsString)> {
+    Ok(SnapshotDirectory::of(snapshot, KEY.get().cloned())?)
 }
 
 /// Opens a snapshot, packed or not.

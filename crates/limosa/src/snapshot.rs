@@ -1,18 +1,23 @@
-//! `limosa snapshot`: operations on a snapshot file itself.
+//! `limosa snapshot`: operations on snapshot files themselves, and on the snapshots of a directory.
 
 use std::process::ExitCode;
 
 use anyhow::bail;
-use limosa_console::{print_out, quantity, say};
-use limosa_pack::is_packed;
+use comfy_table::{Cell, CellAlignment};
+use limosa_console::{check_stdout, print_out, quantity, say};
+use limosa_pack::{SnapshotEntry, is_packed};
 use limosa_snapshot::seal_snapshot;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use crate::args::{SealArgs, SnapshotArgs, SnapshotCommand};
+use crate::args::{ListSnapshotsArgs, SealArgs, SnapshotArgs, SnapshotCommand};
+use crate::inspect::table;
+use crate::packed;
+use crate::report;
 
 pub(crate) fn run(args: &SnapshotArgs) -> anyhow::Result<ExitCode> {
     match &args.command {
         SnapshotCommand::Seal(args) => seal(args),
+        SnapshotCommand::List(args) => list(args),
     }
 }
 
@@ -38,4 +43,48 @@ fn seal(args: &SealArgs) -> anyhow::Result<ExitCode> {
         );
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn list(args: &ListSnapshotsArgs) -> anyhow::Result<ExitCode> {
+    packed::define_key(&args.key)?;
+    let entries = packed::directory(&args.directory).list()?;
+    if args.json {
+        print_out!("{}", json!({ "snapshots": entries.iter().map(entry_object).collect::<Vec<_>>() }));
+        check_stdout()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut shown = table(&["snapshot", "VM", "saved", "pages", "on disk"], 3);
+    for entry in entries.iter().filter(|entry| entry.fault.is_none()) {
+        let bytes = |bytes| Cell::new(quantity::bytes(bytes)).set_alignment(CellAlignment::Right);
+        let base = entry.base.as_ref().map(|base| format!(" on {}", base.display())).unwrap_or_default();
+        let encrypted = if entry.is_encrypted { ", encrypted" } else { "" };
+        shown.add_row([
+            Cell::new(format!("{}{base}{encrypted}", entry.name.display())),
+            Cell::new(&entry.vm),
+            Cell::new(report::date(entry.saved)),
+            bytes(entry.page_bytes),
+            bytes(entry.allocated),
+        ]);
+    }
+    print_out!("{shown}");
+    for (entry, fault) in entries.iter().filter_map(|entry| Some((entry, entry.fault.as_ref()?))) {
+        print_out!("cannot be restored: {}: {fault}", entry.name.display());
+    }
+    check_stdout()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn entry_object(entry: &SnapshotEntry) -> Value {
+    json!({
+        "name": entry.name.to_string_lossy(),
+        "id": entry.id,
+        "vm": entry.vm,
+        "saved": entry.saved,
+        "page_bytes": entry.page_bytes,
+        "allocated": entry.allocated,
+        "packed": entry.is_packed,
+        "encrypted": entry.is_encrypted,
+        "base": entry.base.as_ref().map(|base| base.to_string_lossy()),
+        "fault": entry.fault,
+    })
 }

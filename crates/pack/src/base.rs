@@ -1,6 +1,7 @@
 //! The snapshot that an increment stands on.
 
 use std::ffi::OsStr;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -78,6 +79,18 @@ impl Base {
     pub(crate) fn admit(&self, snapshot: &Snapshot, target: &Path) -> Result<Result<&Self, String>, PackError> {
         self.check_beside(target)?;
         Ok(layout_difference(snapshot, &self.snapshot).map_or(Ok(self), Err))
+    }
+
+    /// Whether this file is in its chain.
+    pub(crate) fn stands_on(&self, path: &Path) -> Result<bool, PackError> {
+        let identity = |path: &Path| -> Result<(u64, u64), PackError> {
+            let metadata = std::fs::metadata(path).map_err(PackError::io("look at it", path))?;
+            Ok((metadata.dev(), metadata.ino()))
+        };
+        let wanted = identity(path)?;
+        let bases = self.snapshot.packed_summary().map(|summary| summary.bases).unwrap_or_default();
+        let mut chain = bases.iter().map(Path::new).chain([self.path.as_path()]);
+        chain.try_fold(false, |found, path| Ok(found || identity(path)? == wanted))
     }
 
     /// The snapshot.

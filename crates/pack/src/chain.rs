@@ -123,9 +123,23 @@ enum Found {
 }
 
 impl Level {
-    fn open(file: File, path: &Path, passphrase: Option<&Passphrase>) -> Result<Self, PackError> {
+    pub(crate) fn open(file: File, path: &Path, passphrase: Option<&Passphrase>) -> Result<Self, PackError> {
+        Self::open_with(file, path, passphrase, FileOptions::read_only_default())
+    }
+
+    /// Opens an image whose record changes. The file is open for writing.
+    pub(crate) fn open_to_change(file: File, path: &Path, passphrase: Option<&Passphrase>) -> Result<Self, PackError> {
+        Self::open_with(file, path, passphrase, FileOptions::default())
+    }
+
+    fn open_with(
+        file: File,
+        path: &Path,
+        passphrase: Option<&Passphrase>,
+        options: FileOptions,
+    ) -> Result<Self, PackError> {
         let unsupported = |what: &str| PackError::Unsupported { path: path.to_path_buf(), what: what.to_owned() };
-        let options = FileOptions { read_only: true, io: Io::CallerThread, ..FileOptions::default() };
+        let options = FileOptions { io: Io::CallerThread, ..options };
         let copy = file.try_clone().map_err(PackError::io("open it again", path))?;
         let storage =
             FileStorage::from_fd(copy.into(), &path.display().to_string(), &options).map_err(PackError::storage)?;
@@ -151,6 +165,26 @@ impl Level {
 
     pub(crate) fn cluster_size(&self) -> u64 {
         self.header.geometry().cluster_size()
+    }
+
+    /// The name of the file that it stands on, as it has it.
+    pub(crate) fn base_name(&self) -> Option<&OsStr> {
+        self.header.backing.as_ref().map(|backing| backing.name.as_os_str())
+    }
+
+    pub(crate) const fn record(&self) -> Option<Record> {
+        self.record
+    }
+
+    /// Changes the record in its place, durably. Torn by a power cut, it has each of its digests as it was, as it
+    /// becomes, or one that is no file's.
+    pub(crate) fn change_record(&mut self, record: Record) -> Result<(), PackError> {
+        record.put(&mut self.header);
+        let start = self.header.encode(self.contents.name())?;
+        block_on(self.contents.write(0, Buffer::from_slice(&start).into())).map_err(PackError::storage)?;
+        block_on(self.contents.flush()).map_err(PackError::storage)?;
+        self.record = Some(record);
+        Ok(())
     }
 
     pub(crate) fn compression(&self) -> &'static str {

@@ -56,6 +56,14 @@ pub enum PackError {
         /// The fault.
         what: String,
     },
+    /// Other snapshots stand on it.
+    #[error("{}: {by} stands on it", path.display())]
+    Needed {
+        /// The file.
+        path: PathBuf,
+        /// Those that stand on it.
+        by: String,
+    },
     /// The job was cancelled.
     #[error("cancelled; nothing was kept")]
     Cancelled(#[source] MigrateError),

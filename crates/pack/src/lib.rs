@@ -7,6 +7,7 @@
 //! - [`open_snapshot`]: a [`Snapshot`](limosa_snapshot::Snapshot), packed or not, for everything that reads one.
 //! - [`pack()`] and [`unpack()`]: make one of the other.
 //! - [`Base`]: the packed snapshot that an increment stands on.
+//! - [`SnapshotDirectory`]: which snapshots stand on which, and how one is taken out; [`plan_prune`]: which ones go.
 //!
 //! Why a crate of its own: limosa-snapshot knows no image format, so VMMs that store and load snapshots are built
 //! without ciphers and compressors, and limosa-image knows no VM. This crate is where they meet, and nothing else.
@@ -30,21 +31,25 @@ mod base;
 mod bytes;
 mod chain;
 mod contents;
+mod directory;
 mod error;
 mod open;
 mod pack;
 mod pieces;
 mod record;
+mod retention;
 mod unpack;
 
 pub use base::Base;
 pub use bytes::CACHE;
 pub use chain::DEPTH_LIMIT;
+pub use directory::{SnapshotDirectory, SnapshotEntry};
 pub use error::PackError;
 pub use open::{fuzz_open, is_packed, open_snapshot};
 pub use pack::{
     CLUSTER_SIZE, DEFAULT_ITER_TIME, DEFAULT_LEVEL, INCREMENT_CLUSTER_SIZE, PackEncryption, PackOptions, Packed, pack,
 };
+pub use retention::{PruneStep, Retention, plan_prune};
 pub use unpack::{UnpackedFile, unpack};
 
 /// The example of the README, compiled.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use limosa_image::luks::{self, Passphrase};
-use limosa_image::qcow2::{self, Compression, CreateOptions, ImageParts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{self, Compression, CreateOptions, Header, ImageParts, Qcow2, Qcow2Options, table_digest};
 use limosa_image::{Compressor, Disk, GuestOffset};
 use limosa_migrate::Handle;
 use limosa_migrate::control::{MovedPages, Phase};
@@ -101,6 +101,20 @@ pub fn pack(
     options: &PackOptions,
     handle: &Handle,
 ) -> Result<Packed, PackError> {
+    let (mut packed, _) = write(snapshot, &pending, base, options, handle)?;
+    packed.path = pending.publish(options.durability)?;
+    handle.progress.set_phase(Phase::Completed);
+    Ok(packed)
+}
+
+/// Packs a snapshot into a file that has no name yet. Returns the digest of its tables, too.
+pub(crate) fn write(
+    snapshot: &Snapshot,
+    pending: &UnnamedFile,
+    base: Option<&Base>,
+    options: &PackOptions,
+    handle: &Handle,
+) -> Result<(Packed, [u8; 32]), PackError> {
     snapshot.check_restorable()?;
     let target = pending.target().to_path_buf();
     let base = base.map(|base| base.admit(snapshot, &target)).transpose()?;
@@ -112,7 +126,7 @@ pub fn pack(
     let contents = Contents::new(snapshot);
     let size = contents.length().next_multiple_of(SECTOR);
     let cluster = options.cluster_size.unwrap_or(if base.is_some() { INCREMENT_CLUSTER_SIZE } else { CLUSTER_SIZE });
-    let storage = storage(&pending, options.encryption.as_ref())?;
+    let storage = storage(pending, options.encryption.as_ref())?;
     let create = CreateOptions::default()
         .size(size)
         .cluster_size(cluster)
@@ -147,14 +161,14 @@ pub fn pack(
     // A decrypted disk is whole sectors long.
     let length = storage.length().map_err(PackError::storage)?;
     block_on(storage.set_len(length.next_multiple_of(SECTOR))).map_err(PackError::storage)?;
+    let header = block_on(Header::read_for_reading(&*storage))?;
+    let tables = block_on(table_digest(&*storage, &header))?;
     drop(storage);
     snapshot.check_unchanged()?;
     handle.control.check().map_err(PackError::Cancelled)?;
     let length = pending.file().metadata().map_err(PackError::io("look at it", &target))?.len();
-    let path = pending.publish(options.durability)?;
-    handle.progress.set_phase(Phase::Completed);
     let page_bytes = snapshot.stored_pages().saturating_mul(PAGE_SIZE);
-    Ok(Packed { path, length, page_bytes, own_bytes, base_bytes, whole_because })
+    Ok((Packed { path: target, length, page_bytes, own_bytes, base_bytes, whole_because }, tables))
 }
 
 /// The new file as the storage of an image: as it is, or encrypted.

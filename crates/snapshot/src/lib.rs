@@ -67,6 +67,7 @@ mod export;
 mod fence_scope;
 mod foreign;
 mod fuzz;
+mod held;
 mod layout;
 mod lock;
 mod manifest;
@@ -103,6 +104,7 @@ pub use foreign::{
     SAVE_IMAGE_XML_LIMIT, SaveHeader, SaveImage, SaveImageFormat,
 };
 pub use fuzz::fuzz_open;
+pub use held::HeldSnapshot;
 pub use manifest::{Manifest, PageStatistics, Published, Transport};
 pub use mappable::{Sealed, seal_snapshot};
 pub use packed::{PackedBytes, PackedSummary};

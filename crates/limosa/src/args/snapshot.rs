@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use limosa_snapshot::{Durability, WriteOptions};
 
+use super::KeyArgs;
+
 #[derive(Debug, Args)]
 pub(crate) struct NewSnapshotArgs {
     /// Replace the file if it exists
@@ -45,6 +47,22 @@ pub(crate) struct SnapshotArgs {
 pub(crate) enum SnapshotCommand {
     /// Make the file mappable, in place
     Seal(SealArgs),
+    /// List the snapshots of a directory, and which of them stand on which
+    List(ListSnapshotsArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ListSnapshotsArgs {
+    /// The directory
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
+
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]

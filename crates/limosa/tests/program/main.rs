@@ -4,6 +4,9 @@
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod stage;
 
+#[path = "../../../snapshot/tests/snapshots/fixture/mod.rs"]
+mod snapshot_fixture;
+
 mod balloon;
 mod compare;
 mod control;
@@ -12,3 +15,4 @@ mod operators;
 mod packaging;
 mod refusals;
 mod run;
+mod snapshots;

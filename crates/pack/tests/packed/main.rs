@@ -1,6 +1,7 @@
 //! Packed snapshots: what comes back, what stock tools make of it, what bad input gets.
 
 mod chains;
+mod directory;
 #[path = "../../../snapshot/tests/snapshots/fixture/mod.rs"]
 mod fixture;
 mod hostile;
