@@ -7,11 +7,11 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use limosa_console::{print_out, quantity, say};
+use limosa_console::{error_line, print_out, quantity, say};
 use limosa_control::JobKind;
 use limosa_image::luks::Passphrase;
 use limosa_pack::{
-    Base, PackEncryption, PackOptions, Packed, SnapshotDirectory, UnpackedFile, open_snapshot, pack, unpack,
+    Base, PackEncryption, PackOptions, Packed, SnapshotDirectory, UnpackedFile, is_packed, open_snapshot, pack, unpack,
 };
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Durability, Snapshot, UnnamedFile};
@@ -67,7 +67,33 @@ pub(crate) fn open_base(args: &HowPackedArgs, target: &Path) -> anyhow::Result<O
     let Some(path) = &args.base else { return Ok(None) };
     let base = Base::open(path, KEY.get())?;
     base.check_beside(target)?;
+    if args.encrypt && !base.is_encrypted() {
+        say!(
+            "limosa: {}: is not encrypted: what the new snapshot has in common with it is in the clear",
+            path.display()
+        );
+    }
     Ok(Some(base))
+}
+
+/// Refuses to replace a file that other snapshots stand on: they would be lost with it.
+pub(crate) fn refuse_needed(target: &Path, replace: bool) -> anyhow::Result<()> {
+    if !replace || !is_packed(target) {
+        return Ok(());
+    }
+    let (directory, name) = directory_of(target)?;
+    let dependents = match directory.dependents(&name) {
+        Ok(dependents) => dependents,
+        Err(error) if error.is_about_passphrase() => Vec::new(),
+        Err(error) => {
+            say!("limosa: whether others stand on {} is not known: {}", target.display(), error_line(&error));
+            Vec::new()
+        }
+    };
+    if let Some(first) = dependents.first() {
+        bail!("{}: {} stands on it, and would be lost with it; choose another name", target.display(), first.display());
+    }
+    Ok(())
 }
 
 /// Returns how a snapshot is packed.
@@ -97,6 +123,7 @@ pub(crate) fn run_pack(args: &PackArgs) -> anyhow::Result<ExitCode> {
     let durability = durability(args.no_sync);
     let options = options(&args.how, args.level, durability)?;
     let base = open_base(&args.how, &args.image)?;
+    refuse_needed(&args.image, args.force)?;
     let snapshot = open(&args.snapshot)?;
     snapshot.lock_serving()?;
     let pending = UnnamedFile::create(&args.image, args.force)?;
@@ -115,6 +142,7 @@ pub(crate) fn run_unpack(args: &UnpackArgs) -> anyhow::Result<ExitCode> {
     define_key(&args.key)?;
     let begun = Instant::now();
     refuse_one_file(&args.image, &args.snapshot)?;
+    refuse_needed(&args.snapshot, args.force)?;
     let snapshot = open(&args.image)?;
     snapshot.lock_serving()?;
     let pending = UnnamedFile::create(&args.snapshot, args.force)?;

@@ -463,6 +463,9 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         if cause.downcast_ref().is_some_and(PackError::is_about_passphrase) {
             return Some("; give it: --object secret,id=s,file=FILE --key-secret s".into());
         }
+        if let Some(PackError::Unencrypted { .. }) = cause.downcast_ref() {
+            return Some("; add --encrypt".into());
+        }
         // An image's error shows its storage's error as its own: only here it is found in the chain.
         if let Some(ImageError::Storage(error)) = cause.downcast_ref() {
             return Some(of_storage(error).into());

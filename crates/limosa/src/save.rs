@@ -1,21 +1,22 @@
 //! `limosa save`.
 
 use limosa_console::quantity;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use limosa_clone::SavedDisks;
 use limosa_control::JobKind;
-use limosa_pack::{DEFAULT_LEVEL, pack};
+use limosa_pack::{Base, DEFAULT_LEVEL, PackOptions, Packed, pack};
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{
     DiskPolicy, JobError, NotConverging, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, Watchdog,
     save,
 };
-use limosa_snapshot::{Disk, Durability, Snapshot, Transport, UnnamedFile};
+use limosa_snapshot::{Disk, Durability, HeldSnapshot, Snapshot, Transport, UnnamedFile};
 use serde_json::json;
 
 use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, TransportArg};
@@ -23,7 +24,7 @@ use crate::job::{self, JobHandles};
 use crate::packed;
 use crate::report;
 use crate::usage::misused;
-use limosa_console::{print_out, say};
+use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     if args.pack.is_some() {
@@ -35,7 +36,7 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     }
     let monitor = job::connect(&args.job.qmp)?;
     let handles = JobHandles::new(&args.job, JobKind::Save, "saving", false)?;
-    let report = save_with(&monitor, &args.snapshot, &options(args), handles)?;
+    let (report, _) = save_with(&monitor, &args.snapshot, &options(args), handles)?;
     tell(&report);
     if args.job.json {
         print_out!("{}", object(&report));
@@ -52,13 +53,14 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     // All that can be refused is, before the VM is touched.
     let packing = packed::options(&args.how_packed, args.pack.unwrap_or(DEFAULT_LEVEL), args.new.durability())?;
     let base = packed::open_base(&args.how_packed, target)?;
-    let pending = UnnamedFile::create(target, args.new.force)?;
+    packed::refuse_needed(target, args.new.force)?;
     let plain = plain_beside(target);
-    if plain.exists() {
-        let shown = plain.display();
-        bail!(
-            "{shown}: an interrupted save has left this snapshot; pack it (limosa pack {shown} {}), or remove it",
-            target.display()
+    settle_interrupted(&plain, target)?;
+    let pending = UnnamedFile::create(target, args.new.force)?;
+    if args.how_packed.encrypt {
+        say!(
+            "limosa: {}: is in the clear until it is packed, and on the disk until its blocks are reused",
+            plain.display()
         );
     }
     let monitor = job::connect(&args.job.qmp)?;
@@ -71,28 +73,35 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     }
     let needed = SavedDisks::mark_needed(&images(&monitor)?, target)?;
     let saved = save_with(&monitor, &plain, &options, handles);
-    if saved.is_err() && !plain.exists() {
-        needed.unmark_needed();
-    }
-    let report = saved?;
-    drop(monitor);
-    let kept = |error: anyhow::Error| {
-        let shown = plain.display();
-        error.context(format!(
-            "the VM is saved in {shown}, and that was not packed: repeat it with limosa pack {shown} {}",
-            target.display()
-        ))
+    let (report, plain_needed) = match saved {
+        Ok(saved) => saved,
+        Err(error) => {
+            if !plain.exists() {
+                needed.unmark_needed();
+            }
+            return Err(error);
+        }
     };
-    let result = (|| {
-        let snapshot = Snapshot::open(&plain)?;
-        snapshot.lock_serving()?;
-        let handles = JobHandles::with_socket(args.job.steer.control.as_deref(), JobKind::Save, "packing", false)?;
-        Ok(pack(&snapshot, pending, base.as_ref(), &packing, &handles.engine)?)
-    })();
-    let packed = result.map_err(kept)?;
-    std::fs::remove_file(&plain).with_context(|| format!("{}: cannot be removed", plain.display()))?;
+    drop(monitor);
+    let packed = match pack_plain(args, &plain, pending, base.as_ref(), &packing) {
+        Ok(packed) => packed,
+        Err(error) => {
+            needed.unmark_needed();
+            let (shown, target) = (plain.display(), target.display());
+            let line = format!(
+                "the VM is saved in {shown}, and that is not packed; repeat it: {}",
+                repeat(args, &shown, &target)
+            );
+            return Err(error.context(line));
+        }
+    };
     tell(&report);
     packed::tell_packed(&packed, begun.elapsed());
+    // The VM is saved, also if the plain file cannot be removed.
+    match HeldSnapshot::lock(&plain).and_then(HeldSnapshot::remove) {
+        Ok(()) => plain_needed.unmark_needed(),
+        Err(error) => say!("limosa: the plain snapshot stays: {}", error_line(&error)),
+    }
     if args.job.json {
         let mut object = object(&report);
         object["snapshot"] = packed.path.to_string_lossy().into();
@@ -100,6 +109,54 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
         print_out!("{object}");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Packs the plain snapshot, and opens what came of it with all that it stands on: only then the plain one may go.
+fn pack_plain(
+    args: &SaveArgs,
+    plain: &Path,
+    pending: UnnamedFile,
+    base: Option<&Base>,
+    packing: &PackOptions,
+) -> anyhow::Result<Packed> {
+    let snapshot = Snapshot::open(plain)?;
+    snapshot.lock_serving()?;
+    let handles = JobHandles::with_socket(args.job.steer.control.as_deref(), JobKind::Save, "packing", false)?;
+    let packed = pack(&snapshot, pending, base, packing, &handles.engine)?;
+    drop(handles);
+    let found = packed::open(&packed.path)?;
+    found.check_restorable()?;
+    if found.id() != snapshot.id() {
+        bail!("{}: another file has its name now", packed.path.display());
+    }
+    Ok(packed)
+}
+
+/// The command that packs a plain snapshot as this save would have.
+fn repeat(args: &SaveArgs, plain: &dyn fmt::Display, target: &dyn fmt::Display) -> String {
+    let base = args.how_packed.base.as_ref().map(|base| format!(" --base {}", base.display())).unwrap_or_default();
+    let encrypt =
+        if args.how_packed.encrypt { " --encrypt --key-secret ID --object secret,id=ID,file=KEY" } else { "" };
+    format!("limosa pack {plain} {target}{base}{encrypt}, then remove {plain}")
+}
+
+/// Removes what an interrupted save has left if it was packed since; refuses to go on if it was not.
+fn settle_interrupted(plain: &Path, target: &Path) -> anyhow::Result<()> {
+    if !plain.exists() {
+        return Ok(());
+    }
+    let is_packed = Snapshot::open(plain).is_ok_and(|plain| {
+        packed::open(target).is_ok_and(|target| target.id() == plain.id() && target.check_restorable().is_ok())
+    });
+    if is_packed {
+        HeldSnapshot::lock(plain)?.remove()?;
+        return Ok(());
+    }
+    let shown = plain.display();
+    bail!(
+        "{shown}: an interrupted save has left this snapshot; pack it (limosa pack {shown} {}), or remove it",
+        target.display()
+    )
 }
 
 /// Returns the name of the plain snapshot that a packed one is made of.
@@ -123,7 +180,7 @@ pub(crate) fn save_to_clone(
     options.disks = DiskPolicy::Overlay;
     options.replace = replace;
     options.overlay_dir = overlay_dir;
-    let report = save_with(&monitor, snapshot, &options, handles)?;
+    let (report, _) = save_with(&monitor, snapshot, &options, handles)?;
     tell(&report);
     Ok(report)
 }
@@ -133,7 +190,7 @@ fn save_with(
     snapshot: &Path,
     options: &SaveOptions,
     handles: JobHandles,
-) -> anyhow::Result<SaveReport> {
+) -> anyhow::Result<(SaveReport, SavedDisks)> {
     let limited = || handles.engine.control.max_bandwidth().is_some();
     let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
     let mut watch = handles.watch();
@@ -143,10 +200,15 @@ fn save_with(
         Ok(Some(Watchdog::spawn(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp())?))
     });
     // One that failed after it had its name is a snapshot, and needs the disks.
-    if report.is_err() && !snapshot.exists() {
-        clones_disks.unmark_needed();
+    match report {
+        Ok(report) => Ok((report, clones_disks)),
+        Err(error) => {
+            if !snapshot.exists() {
+                clones_disks.unmark_needed();
+            }
+            Err(error.into())
+        }
     }
-    Ok(report?)
 }
 
 /// The images that the VM's disks consist of.

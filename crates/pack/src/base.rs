@@ -1,16 +1,15 @@
 //! The snapshot that an increment stands on.
 
 use std::ffi::OsStr;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use limosa_image::Disk;
 use limosa_image::luks::Passphrase;
-use limosa_snapshot::Snapshot;
+use limosa_snapshot::{PackedBytes, Snapshot};
 
 use crate::bytes::UnpackedBytes;
-use crate::chain::{Chain, DEPTH_LIMIT, is_image};
+use crate::chain::{Chain, DEPTH_LIMIT, Level, is_image};
 use crate::contents::layout_difference;
 use crate::error::PackError;
 use crate::open::open_file;
@@ -21,18 +20,27 @@ use crate::record::BaseRecord;
 pub struct Base {
     path: PathBuf,
     snapshot: Snapshot,
+    bytes: Arc<UnpackedBytes>,
     disk: Arc<dyn Disk>,
     record: BaseRecord,
     depth: usize,
 }
 
 impl Base {
-    /// Opens a packed snapshot as a base, and takes the lock of a server, so that nothing replaces it meanwhile.
+    /// Opens a packed snapshot as a base, and takes the lock of a server on it and on all that it stands on, so that
+    /// nothing replaces these meanwhile.
     ///
     /// # Errors
     /// As [`open_snapshot`](crate::open_snapshot); it is not packed, or by another program; the chain would have more
     /// than [`DEPTH_LIMIT`] images.
     pub fn open(path: &Path, passphrase: Option<&Passphrase>) -> Result<Self, PackError> {
+        let base = Self::open_unlocked(path, passphrase)?;
+        base.lock()?;
+        Ok(base)
+    }
+
+    /// As [`open`](Self::open), without the lock.
+    pub(crate) fn open_unlocked(path: &Path, passphrase: Option<&Passphrase>) -> Result<Self, PackError> {
         let unsupported = |what: String| PackError::Unsupported { path: path.to_path_buf(), what };
         let file = open_file(path)?;
         if !is_image(&file) {
@@ -47,11 +55,16 @@ impl Base {
             return Err(unsupported(what));
         }
         let disk = Arc::clone(&chain.disk) as Arc<dyn Disk>;
-        let snapshot = Snapshot::from_packed(file, path, Arc::new(UnpackedBytes::new(chain)))?;
+        let bytes = Arc::new(UnpackedBytes::new(chain));
+        let snapshot = Snapshot::from_packed(file, path, Arc::clone(&bytes) as Arc<dyn PackedBytes>)?;
         snapshot.check_restorable()?;
-        snapshot.lock_serving()?;
         let path = std::fs::canonicalize(path).map_err(PackError::io("find it", path))?;
-        Ok(Self { path, snapshot, disk, record, depth })
+        Ok(Self { path, snapshot, bytes, disk, record, depth })
+    }
+
+    /// Takes the lock of a server on all files of the chain.
+    pub(crate) fn lock(&self) -> Result<(), PackError> {
+        Ok(self.snapshot.lock_serving()?)
     }
 
     /// Checks that an increment in this place can stand on it: a base is in the directory of its increments.
@@ -69,8 +82,8 @@ impl Base {
         if self.path.parent() != Some(&directory) {
             return Err(refused("is in another directory; a snapshot and its base are kept together"));
         }
-        if target.file_name() == self.path.file_name() {
-            return Err(refused("is the file that would be replaced"));
+        if target.file_name() == self.path.file_name() || self.stands_on(target) {
+            return Err(refused("is the file that would be replaced, or stands on it"));
         }
         Ok(())
     }
@@ -82,15 +95,20 @@ impl Base {
     }
 
     /// Whether this file is in its chain.
-    pub(crate) fn stands_on(&self, path: &Path) -> Result<bool, PackError> {
-        let identity = |path: &Path| -> Result<(u64, u64), PackError> {
-            let metadata = std::fs::metadata(path).map_err(PackError::io("look at it", path))?;
-            Ok((metadata.dev(), metadata.ino()))
-        };
-        let wanted = identity(path)?;
-        let bases = self.snapshot.packed_summary().map(|summary| summary.bases).unwrap_or_default();
-        let mut chain = bases.iter().map(Path::new).chain([self.path.as_path()]);
-        chain.try_fold(false, |found, path| Ok(found || identity(path)? == wanted))
+    pub(crate) fn stands_on(&self, path: &Path) -> bool {
+        let levels = &self.bytes.chain().levels;
+        std::fs::metadata(path).is_ok_and(|file| levels.iter().any(|level| level.is_file(&file)))
+    }
+
+    /// Whether a part of it is encrypted.
+    #[must_use]
+    pub fn is_encrypted(&self) -> bool {
+        self.bytes.chain().levels.iter().any(|level| level.is_encrypted)
+    }
+
+    /// Checks that all files of its chain still have their names and contents.
+    pub(crate) fn check_still_there(&self) -> Result<(), PackError> {
+        self.bytes.chain().levels.iter().try_for_each(Level::check_still_there)
     }
 
     /// The snapshot.

@@ -1,6 +1,7 @@
 //! The bytes of a packed snapshot, unpacked as they are asked for.
 //!
-//! Law: **a fault waits for one block.** A block is the largest cluster of the chain. What was unpacked is kept in a
+//! Law: **a fault waits for one block**, or for those of 1 MiB where checksums are verified. A block is the largest
+//! cluster of the chain. What was unpacked is kept in a
 //! cache of [`CACHE`] bytes; a read of several blocks, and one that continues where the last one ended, has further
 //! blocks unpacked by threads meanwhile. A block that cannot be unpacked is an error of each read that needs it, and
 //! never zeros.
@@ -11,6 +12,8 @@ use std::error::Error;
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
@@ -35,8 +38,6 @@ const AHEAD: u64 = 4 << 20;
 pub(crate) struct UnpackedBytes {
     shared: Arc<Shared>,
     chain: Chain,
-    /// How the files of the bases were when they were opened.
-    opened: Vec<(u64, i64, i64)>,
     /// Threads that unpack ahead, from the first time that several blocks are wanted.
     threads: OnceLock<Vec<JoinHandle<()>>>,
     /// Where the last read ended.
@@ -86,9 +87,12 @@ impl UnpackedBytes {
             wanted: Condvar::new(),
             is_closing: AtomicBool::new(false),
         };
-        let opened = chain.levels.iter().map(|level| times(&level.file)).collect();
         let last_end = AtomicU64::new(u64::MAX);
-        Self { shared: Arc::new(shared), chain, opened, threads: OnceLock::new(), last_end }
+        Self { shared: Arc::new(shared), chain, threads: OnceLock::new(), last_end }
+    }
+
+    pub(crate) const fn chain(&self) -> &Chain {
+        &self.chain
     }
 
     /// Has blocks unpacked that will be wanted soon.
@@ -172,9 +176,11 @@ impl Shared {
 
     /// Unpacks a block that is pending, and keeps it.
     fn unpack(&self, index: u64) -> Result<Buffer, ImageError> {
+        let unwinding = Unwinding { shared: self, index };
         let start = index.saturating_mul(self.block);
         let buffer = Buffer::zeroed(to_usize(self.block.min(self.length.saturating_sub(start))));
         let read = block_on(self.disk.read(GuestOffset(start), buffer.clone().into()));
+        std::mem::forget(unwinding);
         let mut blocks = self.blocks.lock();
         if read.is_ok() {
             blocks.known.insert(index, Block::Here(buffer.clone(), false));
@@ -186,6 +192,19 @@ impl Shared {
         drop(blocks);
         self.done.notify_all();
         read.map(|()| buffer)
+    }
+}
+
+/// A block that is being unpacked. If that panics, its readers must not wait for ever.
+struct Unwinding<'a> {
+    shared: &'a Shared,
+    index: u64,
+}
+
+impl Drop for Unwinding<'_> {
+    fn drop(&mut self) {
+        self.shared.blocks.lock().known.remove(&self.index);
+        self.shared.done.notify_all();
     }
 }
 
@@ -222,7 +241,7 @@ impl PackedBytes for UnpackedBytes {
         let mut rest = into;
         for index in indexes {
             let start = index * shared.block;
-            // In time, and never so much that it would be dropped before it is read.
+            // In time, and not so much that one reader would drop it before it is read.
             if !is_one && asked < until && start.saturating_add(AHEAD / 2) >= asked {
                 let next = start.max(offset).saturating_add(AHEAD).min(until);
                 self.ask(&(asked..next.max(asked)));
@@ -241,8 +260,12 @@ impl PackedBytes for UnpackedBytes {
     }
 
     fn find_change(&self) -> Option<String> {
-        let changed = self.chain.levels.iter().zip(&self.opened).find(|(level, opened)| times(&level.file) != **opened);
-        changed.map(|(level, _)| format!("{} was written to", level.path.display()))
+        let changed = self.chain.levels.iter().find(|level| level.has_changed());
+        changed.map(|level| format!("{} was written to", level.path.display()))
+    }
+
+    fn bases(&self) -> Vec<(BorrowedFd<'_>, &Path)> {
+        self.chain.levels.iter().skip(1).map(|level| (level.file.as_fd(), level.path.as_path())).collect()
     }
 
     fn counters(&self) -> Counters {
@@ -258,16 +281,10 @@ impl PackedBytes for UnpackedBytes {
     fn summary(&self) -> PackedSummary {
         let top = self.chain.top();
         let mut summary = PackedSummary::new(top.compression().to_owned(), top.cluster_size());
-        summary.encrypted = top.is_encrypted;
+        summary.encrypted = self.chain.levels.iter().all(|level| level.is_encrypted);
         summary.bases = self.chain.levels.iter().skip(1).map(|level| level.path.display().to_string()).collect();
         summary
     }
-}
-
-/// Length and modification time of a file.
-fn times(file: &std::fs::File) -> (u64, i64, i64) {
-    use std::os::unix::fs::MetadataExt as _;
-    file.metadata().map_or((0, 0, 0), |metadata| (metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
 }
 
 impl fmt::Debug for UnpackedBytes {

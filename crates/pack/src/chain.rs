@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,6 +36,8 @@ pub(crate) struct Level {
     header: Header,
     record: Option<Record>,
     pub(crate) is_encrypted: bool,
+    /// Its file when it was opened: device and inode, length and modification time.
+    opened: [u64; 5],
 }
 
 /// The images of a packed snapshot, opened for reading.
@@ -140,6 +142,8 @@ impl Level {
     ) -> Result<Self, PackError> {
         let unsupported = |what: &str| PackError::Unsupported { path: path.to_path_buf(), what: what.to_owned() };
         let options = FileOptions { io: Io::CallerThread, ..options };
+        // Before the first byte is read.
+        let opened = facts(&file.metadata().map_err(PackError::io("look at it", path))?);
         let copy = file.try_clone().map_err(PackError::io("open it again", path))?;
         let storage =
             FileStorage::from_fd(copy.into(), &path.display().to_string(), &options).map_err(PackError::storage)?;
@@ -160,7 +164,15 @@ impl Level {
             return Err(unsupported("it is encrypted inside of qcow2, and packed snapshots are below it"));
         }
         let record = Record::of(&header).map_err(|what| unsupported(&what))?;
-        Ok(Self { path: path.to_path_buf(), file, storage, contents, header, record, is_encrypted })
+        if record.is_some_and(|record| record.base.is_some()) && header.backing.is_none() {
+            return Err(unsupported("the name of its base was taken away, and without it parts of it are missing"));
+        }
+        let length = contents.length().map_err(PackError::storage)?;
+        if let Some(record) = record.filter(|record| record.length > length) {
+            let what = format!("it is cut short: it had {} bytes, and has {length}", record.length);
+            return Err(unsupported(&what));
+        }
+        Ok(Self { path: path.to_path_buf(), file, storage, contents, header, record, is_encrypted, opened })
     }
 
     pub(crate) fn cluster_size(&self) -> u64 {
@@ -170,6 +182,27 @@ impl Level {
     /// The name of the file that it stands on, as it has it.
     pub(crate) fn base_name(&self) -> Option<&OsStr> {
         self.header.backing.as_ref().map(|backing| backing.name.as_os_str())
+    }
+
+    /// Whether its file was written to since it was opened.
+    pub(crate) fn has_changed(&self) -> bool {
+        self.file.metadata().map_or(true, |metadata| facts(&metadata) != self.opened)
+    }
+
+    /// Whether this is its file.
+    pub(crate) fn is_file(&self, metadata: &Metadata) -> bool {
+        let [device, inode, ..] = self.opened;
+        (metadata.dev(), metadata.ino()) == (device, inode)
+    }
+
+    /// Checks that its name is still that of its file, and that nobody has written to it.
+    pub(crate) fn check_still_there(&self) -> Result<(), PackError> {
+        let named = std::fs::metadata(&self.path).map_err(PackError::io("find it again", &self.path))?;
+        if self.is_file(&named) && !self.has_changed() {
+            return Ok(());
+        }
+        let what = "it was replaced or written to meanwhile".to_owned();
+        Err(PackError::Unsupported { path: self.path.clone(), what })
     }
 
     pub(crate) const fn record(&self) -> Option<Record> {
@@ -213,6 +246,12 @@ impl Level {
         }
         Ok(())
     }
+}
+
+/// Facts of a file that must not change: device and inode, length and modification time.
+fn facts(metadata: &Metadata) -> [u64; 5] {
+    let (seconds, nanoseconds) = (metadata.mtime().cast_unsigned(), metadata.mtime_nsec().cast_unsigned());
+    [metadata.dev(), metadata.ino(), metadata.len(), seconds, nanoseconds]
 }
 
 fn identity(file: &File, path: &Path) -> Result<(u64, u64), PackError> {

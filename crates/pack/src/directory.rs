@@ -227,20 +227,21 @@ impl SnapshotDirectory {
     ) -> Result<Packed, PackError> {
         let path = self.path_of(name);
         let passphrase = self.passphrase.as_ref();
-        let pending = UnnamedFile::create(&path, true)?;
         let file = open_file(&path)?;
         if !is_image(&file) {
             let what = "a snapshot that is not packed stands on nothing".to_owned();
             return Err(PackError::Unsupported { path, what });
         }
         let is_encrypted = Level::open(file, &path, passphrase)?.is_encrypted;
-        let base = base.map(|base| Base::open(&self.path_of(base), passphrase)).transpose()?;
+        let base = base.map(|base| Base::open_unlocked(&self.path_of(base), passphrase)).transpose()?;
         if let Some(base) = &base
-            && base.stands_on(&path)?
+            && base.stands_on(&path)
         {
             let (base, what) = (base.name().display().to_string(), "stands on it already".to_owned());
             return Err(PackError::Base { path, base, what });
         }
+        let pending = UnnamedFile::create(&path, true)?;
+        base.as_ref().map_or(Ok(()), Base::lock)?;
         let mut options = options.clone();
         if let (true, None, Some(key)) = (is_encrypted, &options.encryption, passphrase) {
             options.encryption = Some(PackEncryption::new(key.clone()));

@@ -56,6 +56,14 @@ pub enum PackError {
         /// The fault.
         what: String,
     },
+    /// Memory that is encrypted in the base would be in the clear.
+    #[error("{}: would not be encrypted, and its base {base} is", path.display())]
+    Unencrypted {
+        /// The image.
+        path: PathBuf,
+        /// The name of the base.
+        base: String,
+    },
     /// Other snapshots stand on it.
     #[error("{}: {by} stands on it", path.display())]
     Needed {

@@ -123,6 +123,9 @@ pub(crate) fn write(
         Some(Err(why)) => (None, Some(why)),
         None => (None, None),
     };
+    if let Some(base) = base.filter(|base| base.is_encrypted() && options.encryption.is_none()) {
+        return Err(PackError::Unencrypted { path: target, base: base.name().display().to_string() });
+    }
     let contents = Contents::new(snapshot);
     let size = contents.length().next_multiple_of(SECTOR);
     let cluster = options.cluster_size.unwrap_or(if base.is_some() { INCREMENT_CLUSTER_SIZE } else { CLUSTER_SIZE });
@@ -134,7 +137,8 @@ pub(crate) fn write(
         .backing_file(base.map(|base| base.name().to_owned()))
         .backing_format(base.map(|_| "qcow2".to_owned()));
     let mut header = block_on(qcow2::create(&*storage, None, &create))?;
-    Record { id: snapshot.id(), base: base.map(Base::record) }.put(&mut header);
+    let record = Record { id: snapshot.id(), base: base.map(Base::record), length: 0 };
+    record.put(&mut header);
     let start = header.encode(storage.name())?;
     block_on(storage.write(0, Buffer::from_slice(&start).into())).map_err(PackError::storage)?;
     let parts = ImageParts::new(Arc::clone(&storage), header).backing(base.map(Base::disk));
@@ -161,10 +165,17 @@ pub(crate) fn write(
     // A decrypted disk is whole sectors long.
     let length = storage.length().map_err(PackError::storage)?;
     block_on(storage.set_len(length.next_multiple_of(SECTOR))).map_err(PackError::storage)?;
-    let header = block_on(Header::read_for_reading(&*storage))?;
+    let mut header = block_on(Header::read_for_reading(&*storage))?;
+    let length = storage.length().map_err(PackError::storage)?;
+    Record { length, ..record }.put(&mut header);
+    let start = header.encode(storage.name())?;
+    block_on(storage.write(0, Buffer::from_slice(&start).into())).map_err(PackError::storage)?;
+    block_on(storage.flush()).map_err(PackError::storage)?;
     let tables = block_on(table_digest(&*storage, &header))?;
     drop(storage);
     snapshot.check_unchanged()?;
+    // It may have been hours.
+    base.map_or(Ok(()), Base::check_still_there)?;
     handle.control.check().map_err(PackError::Cancelled)?;
     let length = pending.file().metadata().map_err(PackError::io("look at it", &target))?.len();
     let page_bytes = snapshot.stored_pages().saturating_mul(PAGE_SIZE);

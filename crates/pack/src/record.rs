@@ -7,9 +7,12 @@
 //! | 20 | 16 | the id of the base's snapshot; zeros without a base |
 //! | 36 | 32 | SHA-256 of the base's tables ([`table_digest`](limosa_image::qcow2::table_digest)); zeros without a base |
 //! | 68 | 32 | that of the file which is about to replace the base, with the same contents; else zeros |
+//! | 100 | 8 | bytes of the image, big-endian: a shorter one was cut |
 //!
 //! The base is compared with it before anything is read out of it: its tables say where each cluster is and how long,
-//! and they change with every write that allocates. Compressed clusters are never written in place.
+//! and they change with every write that allocates. Compressed clusters are never written in place. Those that do not
+//! become smaller are stored as they are, and a write in place to one of these does not show; checksums of the memory
+//! show it.
 
 use limosa_image::qcow2::Header;
 use uuid::Uuid;
@@ -17,13 +20,15 @@ use uuid::Uuid;
 /// The type of the extension: "lims".
 const KIND: u32 = 0x6c69_6d73;
 const VERSION: u32 = 1;
-const LENGTH: usize = 100;
+const LENGTH: usize = 108;
 
 /// Identity of a packed snapshot, and of its base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Record {
     pub(crate) id: Uuid,
     pub(crate) base: Option<BaseRecord>,
+    /// Bytes of the image; 0 until it is whole.
+    pub(crate) length: u64,
 }
 
 /// Identity of a base as it was when it was compared.
@@ -58,7 +63,15 @@ impl Record {
     fn encode(&self) -> Vec<u8> {
         let base = self.base.unwrap_or(BaseRecord { id: Uuid::nil(), tables: [0; 32], next_tables: None });
         let next = base.next_tables.unwrap_or_default();
-        [&VERSION.to_be_bytes()[..], self.id.as_bytes(), base.id.as_bytes(), &base.tables, &next].concat()
+        [
+            &VERSION.to_be_bytes()[..],
+            self.id.as_bytes(),
+            base.id.as_bytes(),
+            &base.tables,
+            &next,
+            &self.length.to_be_bytes(),
+        ]
+        .concat()
     }
 
     fn decode(bytes: &[u8]) -> Result<Self, String> {
@@ -73,11 +86,13 @@ impl Record {
         let (base, tables) = rest.split_at(16);
         let uuid = |bytes: &[u8]| Uuid::from_slice(bytes).map_err(|error| error.to_string());
         let (tables, next) = tables.split_first_chunk::<32>().ok_or("its record is cut")?;
-        let next: [u8; 32] = next.try_into().map_err(|_| "its record is cut".to_owned())?;
+        let (next, length) = next.split_first_chunk::<32>().ok_or("its record is cut")?;
+        let length: [u8; 8] = length.try_into().map_err(|_| "its record is cut".to_owned())?;
+        let next = *next;
         let next_tables = (next != [0; 32]).then_some(next);
         let base = BaseRecord { id: uuid(base)?, tables: *tables, next_tables };
         let is_none = base.id.is_nil() && base.tables == [0; 32] && next_tables.is_none();
-        Ok(Self { id: uuid(id)?, base: (!is_none).then_some(base) })
+        Ok(Self { id: uuid(id)?, base: (!is_none).then_some(base), length: u64::from_be_bytes(length) })
     }
 }
 
@@ -89,18 +104,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_record_comes_back(id: u128, base in prop::option::of(any::<(u128, [u8; 32], [u8; 32])>())) {
+        fn a_record_comes_back(id: u128, length: u64, base in prop::option::of(any::<(u128, [u8; 32], [u8; 32])>())) {
             let base = base.map(|(id, tables, next)| BaseRecord {
                 id: Uuid::from_u128(id | 1),
                 tables,
                 next_tables: (next != [0; 32]).then_some(next),
             });
-            let record = Record { id: Uuid::from_u128(id), base };
+            let record = Record { id: Uuid::from_u128(id), base, length };
             prop_assert_eq!(Record::decode(&record.encode()), Ok(record));
         }
 
         #[test]
-        fn any_bytes_are_taken_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..110)) {
+        fn any_bytes_are_taken_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
             if let Ok(record) = Record::decode(&bytes) {
                 prop_assert_eq!(record.encode(), bytes);
             }

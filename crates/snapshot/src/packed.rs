@@ -5,6 +5,8 @@
 
 use std::error::Error;
 use std::fmt::Debug;
+use std::os::fd::BorrowedFd;
+use std::path::Path;
 
 use limosa_channel::Counters;
 
@@ -25,6 +27,10 @@ pub trait PackedBytes: Debug + Send + Sync {
     /// one by itself.
     fn find_change(&self) -> Option<String>;
 
+    /// Returns the files that the topmost image stands on, with their names: whoever serves the snapshot locks these,
+    /// too.
+    fn bases(&self) -> Vec<(BorrowedFd<'_>, &Path)>;
+
     /// Returns what was read from the images so far.
     fn counters(&self) -> Counters;
 
@@ -40,7 +46,7 @@ pub struct PackedSummary {
     pub compression: String,
     /// Bytes that are compressed together.
     pub cluster_size: u64,
-    /// Whether the topmost image is encrypted.
+    /// Whether all of it is encrypted: the topmost image, and those that it stands on.
     pub encrypted: bool,
     /// The files that it stands on, from the topmost base down.
     pub bases: Vec<String>,

@@ -28,6 +28,7 @@ use crate::mappable;
 use crate::packed::{PackedBytes, PackedSummary};
 use crate::store::StoreFile;
 use crate::trailer::{Checksums, Trailer};
+use crate::unnamed_file;
 
 /// An open snapshot file, limosa's or QEMU's own.
 ///
@@ -148,16 +149,24 @@ impl Snapshot {
 
     /// Takes the lock of a server, which keeps a save with `--force` from replacing the file.
     ///
-    /// The lock is held until the last copy of the file's descriptor is closed: by dropping this, or, after a fork, by
-    /// the process that still has it.
+    /// Of a packed snapshot all files that it stands on are locked, too. The lock is held until the last copy of the
+    /// file's descriptor is closed: by dropping this, or, after a fork, by the process that still has it.
     ///
     /// # Errors
     /// [`SnapshotError::Locked`] while a save is replacing the file; [`SnapshotError::Changed`] if one did since it was
     /// opened.
     pub fn lock_serving(&self) -> Result<(), SnapshotError> {
         lock::shared(self.file.fd(), self.file.path())?;
-        let Ok(named) = rustix::fs::stat(self.file.path()) else { return Ok(()) };
-        self.check_same_inode(&named).inspect_err(|_| lock::release(self.file.fd()))
+        let bases = self.file.packed_bytes().map(|bytes| bytes.bases()).unwrap_or_default();
+        let locked = bases.iter().try_for_each(|(base, path)| lock_base(*base, path));
+        let checked = locked.and_then(|()| match rustix::fs::stat(self.file.path()) {
+            Ok(named) => self.check_same_inode(&named),
+            Err(_) => Ok(()),
+        });
+        checked.inspect_err(|_| {
+            lock::release(self.file.fd());
+            bases.iter().for_each(|(base, _)| lock::release(base));
+        })
     }
 
     /// Whether another descriptor is of this file.
@@ -453,6 +462,16 @@ impl Snapshot {
             _ => Err(self.file.misuse(format!("RAM block number {index} of {}", memory.places.len()))),
         }
     }
+}
+
+/// Takes the lock of a server on a file that a packed snapshot stands on, which still has its name.
+fn lock_base(base: BorrowedFd<'_>, path: &Path) -> Result<(), SnapshotError> {
+    lock::shared(base, path)?;
+    if unnamed_file::names_file(rustix::fs::CWD, path, base) {
+        return Ok(());
+    }
+    let (path, what) = (path.to_path_buf(), "another file has its name now, or none".to_owned());
+    Err(SnapshotError::Changed { path, what })
 }
 
 impl AsFd for Snapshot {

@@ -27,7 +27,8 @@ pub(crate) struct HowPackedArgs {
     #[arg(long, value_name = "SNAPSHOT")]
     pub(crate) base: Option<PathBuf>,
 
-    /// Encrypt it with the secret of --key-secret: LUKS, AES-256 in mode XTS
+    /// Encrypt it with the secret of --key-secret: LUKS, AES-256 in mode XTS. With limosa save there is a plain file
+    /// until it is packed
     #[arg(long, requires = "key_secret")]
     pub(crate) encrypt: bool,
 

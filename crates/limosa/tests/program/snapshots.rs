@@ -26,8 +26,19 @@ fn a_directory_is_listed_with_what_each_snapshot_stands_on_and_what_cannot_be_re
             words.extend(["--base", &base]);
         }
         limosa(words).success();
+    }
+    let again = path("again");
+    std::fs::rename(path("plain-1"), &again).unwrap();
+    for number in 2..=3 {
         std::fs::remove_file(path(&format!("plain-{number}"))).unwrap();
     }
+    // Nothing that others stand on is replaced, not even by what stands on them.
+    let (again, one, two, three) =
+        (text(&again), text(&path("1.qcow2")), text(&path("2.qcow2")), text(&path("3.qcow2")));
+    limosa(["pack", &again, &one, "--force"]).one_line(&["2.qcow2 stands on it"]);
+    limosa(["pack", &again, &one, "--force", "--base", &three]).one_line(&["would be replaced"]);
+    limosa(["unpack", &three, &two, "--force"]).one_line(&["3.qcow2 stands on it"]);
+    std::fs::remove_file(&again).unwrap();
     let directory = text(folder.path());
     let list = || limosa(["snapshot", "list", "--json", &directory]).json();
     let listed = list();

@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use limosa_pack::{Base, DEPTH_LIMIT, PackError, open_snapshot};
-use limosa_snapshot::Snapshot;
+use limosa_migrate::Handle;
+use limosa_pack::{Base, DEPTH_LIMIT, PackError, open_snapshot, pack};
+use limosa_snapshot::{Snapshot, SnapshotError, UnnamedFile};
 use proptest::prelude::*;
 
 use crate::fixture::{QUICK, small};
@@ -141,13 +142,87 @@ fn a_chain_has_a_limit() {
     assert!(elsewhere.check_beside(&at(0)).unwrap_err().to_string().contains("replaced"));
 }
 
+#[test]
+fn a_target_that_its_own_base_stands_on_is_refused_and_the_chain_stays() {
+    let directory = tempfile::tempdir().unwrap();
+    let (base, increment) = pair(directory.path());
+    let opened = Base::open(&increment, None).unwrap();
+    for target in [&base, &increment] {
+        let error = opened.check_beside(target).unwrap_err();
+        assert!(error.to_string().contains("would be replaced"), "{error}");
+        // And the locks say so, too.
+        assert!(matches!(UnnamedFile::create(target, true), Err(SnapshotError::Locked { .. })));
+    }
+    drop(opened);
+    open(&increment).unwrap();
+}
+
+#[test]
+fn all_files_that_a_served_snapshot_stands_on_are_locked() {
+    let directory = tempfile::tempdir().unwrap();
+    let (base, increment) = pair(directory.path());
+    let served = open(&increment).unwrap();
+    UnnamedFile::create(&base, true).unwrap();
+    served.lock_serving().unwrap();
+    assert!(matches!(UnnamedFile::create(&base, true), Err(SnapshotError::Locked { .. })));
+    drop(served);
+    let served = open(&increment).unwrap();
+    let kept = std::fs::read(&base).unwrap();
+    std::fs::remove_file(&base).unwrap();
+    std::fs::write(&base, kept).unwrap();
+    let error = served.lock_serving().unwrap_err();
+    assert!(error.to_string().contains("another file has its name now"), "{error}");
+    UnnamedFile::create(&increment, true).unwrap();
+}
+
+#[test]
+fn a_base_that_goes_while_it_is_compared_with_fails_the_pack() {
+    let directory = tempfile::tempdir().unwrap();
+    let (base, increment) = pair(directory.path());
+    let opened = Base::open(&increment, None).unwrap();
+    std::fs::rename(&base, directory.path().join("elsewhere")).unwrap();
+    let target = directory.path().join("c.qcow2");
+    let pending = UnnamedFile::create(&target, false).unwrap();
+    let plain = Snapshot::open(&directory.path().join("b")).unwrap();
+    let error = pack(&plain, pending, Some(&opened), &options(), &Handle::new()).unwrap_err();
+    assert!(limosa_page::error_with_causes(&error).contains("a.qcow2"), "{error}");
+    assert!(!target.exists());
+}
+
+#[test]
+fn an_increment_whose_base_was_taken_away_is_not_read_as_zeros() {
+    let directory = tempfile::tempdir().unwrap();
+    let (_, increment) = pair(directory.path());
+    let path = increment.to_str().unwrap();
+    limosa_testkit::qemu_img(["rebase", "-u", "-f", "qcow2", "-b", "", path]).unwrap();
+    assert!(refusal(&increment).contains("was taken away"));
+}
+
+#[test]
+fn encrypted_memory_does_not_get_into_the_clear_by_an_increment() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let plain = snapshot(&at("a"), 600, &[(1, 1)]);
+    pack_file(&plain, &at("secret"), None, &encrypted());
+    pack_file(&plain, &at("clear"), None, &options());
+    let base = Base::open(&at("secret"), Some(&passphrase())).unwrap();
+    let pending = UnnamedFile::create(&at("b"), false).unwrap();
+    let error = pack(&Snapshot::open(&plain).unwrap(), pending, Some(&base), &options(), &Handle::new()).unwrap_err();
+    assert!(matches!(error, PackError::Unencrypted { .. }), "{error}");
+    let how = encrypted();
+    let pending = UnnamedFile::create(&at("half"), false).unwrap();
+    let base = Base::open(&at("clear"), None).unwrap();
+    pack(&Snapshot::open(&plain).unwrap(), pending, Some(&base), &how, &Handle::new()).unwrap();
+    assert!(!open(&at("half")).unwrap().packed_summary().unwrap().encrypted, "a part of it is in the clear");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
     #[test]
     fn chains_of_any_patterns_read_as_what_was_saved(
         layers in prop::collection::vec(prop::collection::btree_map(0_u64..600, 0_u64..3, 0..60), 2..6),
         bits in prop::collection::vec(12_u32..=18, 6),
-        secret in prop::collection::vec(any::<bool>(), 6),
+        secret_from in 0_usize..6,
     ) {
         let directory = tempfile::tempdir().unwrap();
         let mut base: Option<PathBuf> = None;
@@ -155,13 +230,13 @@ proptest! {
             let source = directory.path().join(format!("{number}"));
             snapshot(&source, 600, &layer.iter().map(|(page, seed)| (*page, *seed)).collect::<Vec<_>>());
             let target = directory.path().join(format!("{number}.qcow2"));
-            let mut how = if secret[number] { encrypted() } else { options() };
+            let mut how = if number >= secret_from { encrypted() } else { options() };
             how.cluster_size = Some(1 << bits[number]);
             let key = passphrase();
             let opened = base.as_ref().map(|base| Base::open(base, Some(&key)).unwrap());
-            let pending = limosa_snapshot::UnnamedFile::create(&target, false).unwrap();
+            let pending = UnnamedFile::create(&target, false).unwrap();
             let plain = Snapshot::open(&source).unwrap();
-            limosa_pack::pack(&plain, pending, opened.as_ref(), &how, &limosa_migrate::Handle::new()).unwrap();
+            pack(&plain, pending, opened.as_ref(), &how, &Handle::new()).unwrap();
             assert_same(&plain, &open(&target).unwrap());
             base = Some(target);
         }

@@ -71,6 +71,17 @@ fn a_file_that_is_written_to_while_it_is_open_is_an_error() {
 }
 
 #[test]
+fn a_file_that_is_cut_short_is_refused_also_within_its_last_cluster() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, bytes) = packed(directory.path());
+    for cut in [1, 511, 4096, bytes.len() / 2] {
+        std::fs::write(&path, &bytes[..bytes.len() - cut]).unwrap();
+        let line = line(&path, None);
+        assert!(["cut short", "ends at", "not in the file"].iter().any(|word| line.contains(word)), "{cut}: {line}");
+    }
+}
+
+#[test]
 fn an_image_that_another_program_writes_is_not_opened() {
     let directory = tempfile::tempdir().unwrap();
     let (path, _) = packed(directory.path());

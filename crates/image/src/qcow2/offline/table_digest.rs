@@ -1,5 +1,5 @@
-//! A digest of an image's tables: it changes with every write that allocates, so with every write to an image whose
-//! clusters are all compressed.
+//! A digest of an image's tables: it changes with every write that allocates, so with every write to a compressed
+//! cluster, and with none in the place of a cluster that is stored as it is.
 
 use std::sync::Arc;
 
