@@ -14,7 +14,9 @@ use limosa_qemu::{Liveness, ProcessIdentity};
 use rustix::process::Signal;
 use serde::Serialize;
 use serde_json::Value;
+use uuid::Uuid;
 
+use crate::copies::remove_copies_but;
 use crate::error::CloneError;
 use crate::home::{Home, clear_left_over};
 use crate::phase::Phase;
@@ -156,13 +158,25 @@ pub fn stop(folder: &Path, names: &[String], options: StopOptions) -> Vec<CloneO
 }
 
 /// Removes these clones, side by side: what was made for them, what their command line put into their directories, and
-/// the directories if nothing else is in them.
+/// the directories if nothing else is in them. A copy of a packed snapshot ([`copy_path`](crate::copy_path)) goes with
+/// the last clone that has it as its memory.
 ///
 /// Each fails on its own: there is no such clone, it runs, or something cannot be removed.
 #[must_use]
 pub fn remove(folder: &Path, names: &[String], options: RemoveOptions) -> Vec<CloneOutcome<RemoveReport>> {
     clear_left_over(folder);
-    side_by_side(names, &|name| remove_one(folder, name, options))
+    let done = side_by_side(names, &|name| remove_one(folder, name, options));
+    if let Some(needed) = snapshots_of(folder) {
+        remove_copies_but(&needed, folder);
+    }
+    done
+}
+
+/// The snapshots of the clones that are there; `None` as long as a record cannot be read.
+fn snapshots_of(folder: &Path) -> Option<Vec<Uuid>> {
+    let clones = list(folder).ok()?;
+    let records = clones.iter().map(|clone| clone.record.as_ref()).collect::<Option<Vec<_>>>()?;
+    Some(records.iter().filter_map(|record| record.snapshot.id).collect())
 }
 
 /// Calls `work` for each name, up to eight at a time, and returns the outcomes in the order of the names.

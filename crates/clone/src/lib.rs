@@ -6,6 +6,7 @@
 //! | starting clones, several at a time; QEMUs that wait for the next ones | [`Fleet`] |
 //! | listing, ending and removing clones | [`list`], [`stop`], [`remove`] |
 //! | the record of a clone, and its phase | [`Record`], [`Phase`] |
+//! | the copy of a packed snapshot that clones share | [`copy_path`] |
 //! | disks of clones that a snapshot is saved with | [`SavedDisks`] |
 //!
 //! The law: **a VM is either there and listed, or does not exist**, also after a kill at any moment. A clone's record
@@ -13,6 +14,7 @@
 //! pool has waits without a VM, and is listed too.
 
 mod command_line;
+mod copies;
 mod directory;
 mod error;
 mod fleet;
@@ -28,6 +30,7 @@ mod start;
 mod starting;
 
 pub use command_line::CommandTemplate;
+pub use copies::copy_path;
 pub use directory::{
     CloneOutcome, DiskInUse, ListedClone, RemoveOptions, RemoveReport, State, StopOptions, list, remove, stop,
 };

@@ -18,8 +18,8 @@ use limosa_snapshot::{ReadAhead, Snapshot};
 use serde_json::{Value, json};
 
 use crate::args::{
-    BackingArg, CloneArgs, CloneCommand, CloneMemoryArg, ListClonesArgs, MakeClonesArgs, RemoveClonesArgs, SetClockArg,
-    StopClonesArgs,
+    BackingArg, CloneArgs, CloneCommand, CloneMemoryArg, KeyArgs, ListClonesArgs, MakeClonesArgs, RemoveClonesArgs,
+    SetClockArg, StopClonesArgs,
 };
 use crate::clock::{self, ClockOutcome};
 use crate::packed;
@@ -32,13 +32,13 @@ pub(crate) fn run(args: &CloneArgs) -> anyhow::Result<ExitCode> {
         (Some(CloneCommand::List(args)), _) => list_clones(args),
         (Some(CloneCommand::Stop(args)), _) => stop_clones(args),
         (Some(CloneCommand::Rm(args)), _) => remove_clones(args),
-        (None, Some(args)) => make(args),
+        (None, Some(clones)) => make(clones, &args.key),
         (None, None) => bail!("nothing to clone: see limosa clone --help"),
     }
 }
 
-fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
-    packed::define_key(&args.key)?;
+fn make(args: &MakeClonesArgs, key: &KeyArgs) -> anyhow::Result<ExitCode> {
+    packed::define_key(key)?;
     let begun = Instant::now();
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
@@ -57,13 +57,16 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
         .as_ref()
         .map(|address| crate::save::save_to_clone(address, &args.snapshot, args.force, args.overlay_dir.clone()));
     let forked = forked.transpose()?;
-    let snapshot = packed::open(&args.snapshot)?;
-    snapshot.warnings().iter().for_each(|warning| say!("limosa: {warning}"));
-    snapshot.lock_serving()?;
-    if args.memory == CloneMemoryArg::Mapped && snapshot.is_packed() {
-        bail!("{}", packed::unmappable(&snapshot));
-    }
-    let working_set = WorkingSetUse::prepare(&args.working_set(), &snapshot, &|line| say!("limosa: {line}"))?;
+    let given = packed::open(&args.snapshot)?;
+    given.warnings().iter().for_each(|warning| say!("limosa: {warning}"));
+    given.lock_serving()?;
+    let working_set = WorkingSetUse::prepare(&args.working_set(), &given, &|line| say!("limosa: {line}"))?;
+    let wants_mapping = args.memory != CloneMemoryArg::Eager;
+    let snapshot = match wants_mapping.then(|| packed::copy_to_map(&given, &args.dir)).transpose()?.flatten() {
+        Some(copy) => copy,
+        None if args.memory == CloneMemoryArg::Mapped && given.is_packed() => bail!("{}", packed::unmappable(&given)),
+        None => given,
+    };
     let mut options = FleetOptions::default();
     options.jobs = args.jobs;
     options.backing = match args.backing {

@@ -7,11 +7,13 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
+use limosa_clone::copy_path;
 use limosa_console::{error_line, print_out, quantity, say};
 use limosa_control::JobKind;
 use limosa_image::luks::Passphrase;
 use limosa_pack::{
-    Base, PackEncryption, PackOptions, Packed, SnapshotDirectory, UnpackedFile, is_packed, open_snapshot, pack, unpack,
+    Base, PackEncryption, PackError, PackOptions, Packed, SnapshotDirectory, UnpackedFile, is_packed, open_snapshot,
+    pack, unpack,
 };
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Durability, Snapshot, UnnamedFile};
@@ -55,11 +57,63 @@ pub(crate) fn open(path: &Path) -> anyhow::Result<Snapshot> {
 pub(crate) fn unmappable(snapshot: &Snapshot) -> String {
     let path = snapshot.path().display();
     if snapshot.is_packed() {
-        return format!("{path}: is packed, and cannot be mapped; unpack it first: limosa unpack {path} FILE");
+        let seal = if has_mappable_contents(snapshot) { "" } else { "; limosa snapshot seal FILE" };
+        return format!("{path}: is packed, and cannot be mapped; unpack it first: limosa unpack {path} FILE{seal}");
     }
     format!(
         "{path}: was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {path}"
     )
+}
+
+/// Whether the file that was packed could be mapped.
+fn has_mappable_contents(snapshot: &Snapshot) -> bool {
+    snapshot.manifest().is_some_and(|manifest| manifest.mappable)
+}
+
+/// Returns a copy of a packed snapshot in the directory of its clones, which they can map: the one that is there, or a
+/// new one. `None`: the snapshot is not packed, or could not be mapped before it was.
+///
+/// # Errors
+/// The copy cannot be made; a file there is not it.
+pub(crate) fn copy_to_map(snapshot: &Snapshot, clones: &Path) -> anyhow::Result<Option<Snapshot>> {
+    if !snapshot.is_packed() || !has_mappable_contents(snapshot) {
+        return Ok(None);
+    }
+    let begun = Instant::now();
+    std::fs::create_dir_all(clones).with_context(|| format!("cannot make {}", clones.display()))?;
+    let path = copy_path(clones, snapshot.id());
+    if !path.try_exists().with_context(|| path.display().to_string())? {
+        if snapshot.packed_summary().is_some_and(|summary| summary.encrypted) {
+            say!("limosa: {}: has the memory of an encrypted snapshot in the clear", path.display());
+        }
+        snapshot.check_restorable()?;
+        let handles = JobHandles::with_socket(None, JobKind::Save, "unpacking", false)?;
+        let made = UnnamedFile::create(&path, false)
+            .map_err(PackError::from)
+            .and_then(|pending| unpack(snapshot, pending, Durability::Synced, &handles.engine));
+        drop(handles);
+        match made {
+            Ok(made) => say!(
+                "unpacked into {} ({} of pages) in {}; clones share it, and it goes with the last of them",
+                path.display(),
+                quantity::bytes(made.page_bytes),
+                quantity::time(begun.elapsed())
+            ),
+            // Another limosa was faster.
+            Err(_) if path.exists() => {}
+            Err(error) => {
+                return Err(error)
+                    .context("it cannot be unpacked for its clones; with --memory eager they need no file");
+            }
+        }
+    }
+    let again = || format!("{}: remove it, and it is unpacked again", path.display());
+    let copy = Snapshot::open(&path).with_context(again)?;
+    if copy.id() != snapshot.id() || !copy.is_mappable() {
+        bail!("{}: is not the copy of {} that its name says", path.display(), snapshot.path().display());
+    }
+    copy.lock_serving()?;
+    Ok(Some(copy))
 }
 
 /// Opens the base of a new packed snapshot.

@@ -37,6 +37,10 @@ pub(crate) struct CloneArgs {
 
     #[command(flatten)]
     pub(crate) make: Option<MakeClonesArgs>,
+
+    // Not in `make`: clap takes a group with a group in it for absent when it is optional.
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -62,9 +66,6 @@ pub(crate) struct MakeClonesArgs {
     /// The snapshot
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
-
-    #[command(flatten)]
-    pub(crate) key: KeyArgs,
 
     /// Save the running VM behind this monitor (a unix socket's path) into SNAPSHOT first. It continues; its writable
     /// disks are frozen, and it continues on overlays
@@ -104,7 +105,7 @@ pub(crate) struct MakeClonesArgs {
     #[arg(long, value_name = "N")]
     pub(crate) jobs: Option<NonZeroUsize>,
 
-    // Not flattened: clap takes a group with a group in it for absent when it is optional.
+    // Not flattened, as above.
     /// Run the guests, even if they were saved in another state
     #[arg(long, conflicts_with = "paused")]
     run: bool,

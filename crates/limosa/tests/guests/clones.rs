@@ -84,6 +84,40 @@ fn a_clone_that_was_saved_is_restored_in_every_way_and_cloned_again() {
 }
 
 #[test]
+fn clones_of_a_packed_snapshot_share_one_copy_of_it_which_goes_with_the_last_of_them() {
+    needs_qemu!();
+    let mut scene = Scene::new();
+    let plain = std::fs::read(&scene.snapshot).unwrap();
+    let packed = scene.folder.path().join("packed.qcow2");
+    limosa(["pack", scene.snapshot.to_str().unwrap(), packed.to_str().unwrap(), "--no-sync"]).success();
+    std::fs::remove_file(&scene.snapshot).unwrap();
+    scene.snapshot = packed;
+    let clones_dir = scene.clones();
+    let dir = clones_dir.to_str().unwrap();
+    let copies = || names(&clones_dir).into_iter().filter(|name| name.ends_with(".unpacked")).collect::<Vec<_>>();
+    // Eager clones need none.
+    scene.start(1, &["--json", "--memory", "eager"], &[]).wait().json();
+    assert_eq!(copies(), Vec::<String>::new());
+    for (count, options) in [(2, ["--json", "--memory", "mapped"]), (1, ["--json", "--memory", "auto"])] {
+        let report = scene.start(count, &options, &[]).wait().json();
+        for clone in report["clones"].as_array().unwrap() {
+            assert_eq!(clone["mapped_blocks"], json!(["mem"]), "{report}");
+            scene.assert_goes_on(clone);
+        }
+    }
+    assert_eq!((scene.list().len(), copies().len()), (4, 1));
+    let copy = clones_dir.join(&copies()[0]);
+    assert!(std::fs::read(&copy).unwrap() == plain, "the copy is not what was packed");
+    limosa(["clone", "rm", "--force", dir, "001", "002", "003"]).success();
+    assert_eq!((scene.list().len(), copies().len()), (1, 1), "004 has it as its memory");
+    limosa(["clone", "rm", "--force", dir]).success();
+    assert_eq!((scene.processes(), names(&clones_dir)), (Vec::new(), Vec::new()));
+    // One that is damaged is not taken for it.
+    std::fs::write(&copy, &plain[..plain.len() / 2]).unwrap();
+    scene.start(1, &[], &[]).wait().one_line(&["remove it, and it is unpacked again"]);
+}
+
+#[test]
 fn qemus_of_a_pool_are_taken_by_later_clones_and_by_no_others() {
     needs_qemu!();
     let scene = Scene::new();
