@@ -22,11 +22,28 @@ pub(crate) fn fill_random(memory: &mut [u8]) {
     }
 }
 
-/// Makes a file in memory of `bytes` random bytes. It has no name, so nothing is left of it after this process.
-pub(crate) fn random_memory(bytes: u64) -> Result<File> {
+/// Makes a file in memory of `bytes` bytes of a [`Mixture`].
+pub(crate) fn mixed_memory(bytes: u64) -> Result<File> {
+    let file = memory_file(bytes)?;
+    let len = usize::try_from(bytes).context("--size")?;
+    let mut memory = Mapping::of_file(&file, len).with_context(|| format!("mapping {bytes} bytes"))?;
+    let mixture = Mixture::new();
+    for (number, piece) in (0..).zip(memory.bytes_mut().chunks_mut(PIECE)) {
+        mixture.fill(1, number, piece);
+    }
+    Ok(file)
+}
+
+fn memory_file(bytes: u64) -> Result<File> {
     let fd: OwnedFd = memfd_create("limosa-bench", MemfdFlags::CLOEXEC).context("memfd_create")?;
     let file = File::from(fd);
     file.set_len(bytes).with_context(|| format!("a memfd of {bytes} bytes"))?;
+    Ok(file)
+}
+
+/// Makes a file in memory of `bytes` random bytes. It has no name, so nothing is left of it after this process.
+pub(crate) fn random_memory(bytes: u64) -> Result<File> {
+    let file = memory_file(bytes)?;
     let len = usize::try_from(bytes).context("--size")?;
     let mut memory = Mapping::of_file(&file, len).with_context(|| format!("mapping {bytes} bytes"))?;
     memory.populate().with_context(|| format!("not enough memory for {bytes} bytes"))?;

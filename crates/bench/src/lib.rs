@@ -30,6 +30,7 @@ pub mod machine;
 pub mod measure;
 mod namespaces;
 mod options;
+mod packed;
 mod page_cache;
 mod process;
 mod protect;
@@ -51,8 +52,20 @@ pub use options::Options;
 pub use report::Report;
 
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] =
-    &["clone", "cow", "free-page", "img", "protect", "restore", "save", "serve", "stream", "zero-copy", "zero-page"];
+pub const NAMES: &[&str] = &[
+    "clone",
+    "cow",
+    "free-page",
+    "img",
+    "packed",
+    "protect",
+    "restore",
+    "save",
+    "serve",
+    "stream",
+    "zero-copy",
+    "zero-page",
+];
 
 /// Runs the bench of this name.
 ///
@@ -66,6 +79,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "cow" => cow::run(options)?,
         "free-page" => free_page::run(options)?,
         "img" => img::run(options)?,
+        "packed" => packed::run(options)?,
         "protect" => protect::run(options)?,
         "restore" => restore::run(options)?,
         "save" => save::run(options)?,

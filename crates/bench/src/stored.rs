@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use limosa_page::to_usize;
 use serde_json::Value;
 
-use crate::content::{fill_random, random_memory};
+use crate::content::{fill_random, mixed_memory, random_memory};
 use crate::guest::{self, BEAT, Task};
 use crate::limosa::Prepared;
 use crate::options::Options;
@@ -34,6 +34,8 @@ pub(crate) struct Stored {
     pub(crate) sum: u32,
     /// The snapshot.
     pub(crate) path: PathBuf,
+    /// The options that open it, if it is encrypted.
+    pub(crate) key: Vec<String>,
     _folder: Scratch,
 }
 
@@ -42,6 +44,24 @@ impl Stored {
     pub(crate) fn full(options: &Options, size: u64) -> Result<(Self, Vm)> {
         let memory = random_memory(size)?;
         Self::save(options, size, Ram::Shared(&memory))
+    }
+
+    /// A VM full of what disks have, and the QEMU that it was saved from, stopped.
+    pub(crate) fn mixed(options: &Options, size: u64) -> Result<(Self, Vm)> {
+        let memory = mixed_memory(size)?;
+        Self::save(options, size, Ram::Shared(&memory))
+    }
+
+    /// This VM, packed by limosa with these arguments; `key` opens it.
+    pub(crate) fn packed(&self, options: &Options, arguments: &[&str], key: &[String]) -> Result<Self> {
+        let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
+        let folder = Scratch::new_in(&parent)?;
+        let path = folder.path().join("snapshot");
+        let words: Vec<&str> = key.iter().map(String::as_str).collect();
+        let limosa = Prepared::new(options, "pack")?.arguments(arguments).arguments(&words);
+        limosa.path(None, &self.path).path(None, &path).start()?.finish()?;
+        let Self { memory, content, read, sum, .. } = *self;
+        Ok(Self { memory, content, read, sum, path, key: key.to_vec(), _folder: folder })
     }
 
     /// A VM whose memory is all zero but for `content` bytes.
@@ -70,7 +90,7 @@ impl Stored {
         let said = limosa.path(Some("--qmp"), &vm.limosa_monitor()).path(None, &path).start()?.finish()?;
         vm.stop()?;
         let pages = said.pointer("/pages/normal").and_then(Value::as_u64).context("limosa's count of pages")?;
-        Ok((Self { memory, content: pages * 4096, read: 0, sum: 0, path, _folder: folder }, vm))
+        Ok((Self { memory, content: pages * 4096, read: 0, sum: 0, path, key: Vec::new(), _folder: folder }, vm))
     }
 
     /// As [`page_cache::chill`].

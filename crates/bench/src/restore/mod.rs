@@ -8,7 +8,7 @@
 //! that this QEMU can receive.
 
 mod eager;
-mod runs;
+pub(crate) mod runs;
 
 use std::time::Duration;
 

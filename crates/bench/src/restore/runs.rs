@@ -17,7 +17,7 @@ use crate::vm::{Ram, Role, Vm};
 
 /// How the VM gets to its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum RestoreMethod {
+pub(crate) enum RestoreMethod {
     /// The destination's memory is the snapshot file.
     Mapped,
     Lazy {
@@ -32,7 +32,7 @@ pub(super) enum RestoreMethod {
 /// Microseconds until the guest ran.
 pub(super) const TO_GUEST: &str = "to_guest_us";
 /// Microseconds until its first beat arrived.
-pub(super) const TO_BEAT: &str = "to_beat_us";
+pub(crate) const TO_BEAT: &str = "to_beat_us";
 /// MiB of pages with content per second until all memory was there.
 pub(super) const RATE: &str = "rate_mib_s";
 
@@ -43,11 +43,11 @@ pub(super) fn rate(bytes: u64, time: Duration) -> u64 {
 }
 
 /// The context of one run.
-pub(super) struct Stage<'a> {
-    pub(super) options: &'a Options,
-    pub(super) stored: &'a Stored,
+pub(crate) struct Stage<'a> {
+    pub(crate) options: &'a Options,
+    pub(crate) stored: &'a Stored,
     /// The QEMU that still has the VM, for a postcopy.
-    pub(super) source: Option<&'a Vm>,
+    pub(crate) source: Option<&'a Vm>,
 }
 
 /// When things happened.
@@ -72,7 +72,7 @@ impl Times {
 
 impl Stage<'_> {
     /// Restores into a fresh destination once.
-    pub(super) fn run(&self, method: RestoreMethod, frame: &Frame) -> Result<Measured> {
+    pub(crate) fn run(&self, method: RestoreMethod, frame: &Frame) -> Result<Measured> {
         let Self { options, stored, .. } = self;
         let object = if method == RestoreMethod::Mapped { Some(stored.mapped_object(options)?) } else { None };
         let ram = object.as_deref().map_or(Ram::Own { content: None }, Ram::Object);
@@ -107,6 +107,7 @@ impl Stage<'_> {
         let prepared = Prepared::new(self.options, "restore")?
             .arguments(memory)
             .arguments(&["--run"])
+            .arguments(&self.stored.key.iter().map(String::as_str).collect::<Vec<_>>())
             .path(Some("--qmp"), &vm.limosa_monitor())
             .path(None, &self.stored.path);
         let watch = Stopwatch::start(&[vm.pid()])?;

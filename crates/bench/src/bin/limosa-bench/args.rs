@@ -72,11 +72,12 @@ pub(crate) struct BenchArgs {
 }
 
 /// The benches, and what one of them starts as its own child.
-fn names() -> [PossibleValue; 12] {
+fn names() -> [PossibleValue; 13] {
     let hidden = PossibleValue::new(limosa_bench::stream::END).hide(true);
-    let [save, restore, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect] = [
+    let [save, restore, packed, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect] = [
         ("save", "Save a VM into a file, by limosa and by QEMU"),
         ("restore", "Restore a VM from a file, lazily and eagerly, by limosa and by QEMU"),
+        ("packed", "Pack a stored VM, save one packed, and restore it, compared with zstd and with plain snapshots"),
         ("clone", "Start many VMs of one snapshot: mapped, lazily, eagerly, and QEMUs without one"),
         ("stream", "Send the memory of a live migration to another process"),
         ("zero-page", "Find zero pages: what it costs and what it saves"),
@@ -88,7 +89,7 @@ fn names() -> [PossibleValue; 12] {
         ("protect", "Keep checkpoints of a running VM, compared with a keeper that throws them away"),
     ]
     .map(|(name, what)| PossibleValue::new(name).help(what));
-    [save, restore, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect, hidden]
+    [save, restore, packed, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect, hidden]
 }
 
 /// `off`, `auto`, or the size from which on what would be copied is cloned.
