@@ -195,8 +195,10 @@ impl<'a> Fleet<'a> {
             false if options.memory == CloneMemory::Mapped => {
                 return Err(CloneError::NotMappable { path: snapshot.path().to_path_buf() });
             }
-            false if snapshot.is_packed() => Err("the snapshot is packed".to_owned().into()),
-            false => Err("the snapshot was not made to be mapped".to_owned().into()),
+            false => {
+                let why = snapshot.not_plain_reason().unwrap_or("was not made to be mapped");
+                Err(format!("the snapshot {why}").into())
+            }
             // The open file itself: another file may have its name by then.
             true => BlockPlace::guest_memory_of(snapshot)
                 .and_then(|blocks| rewrite_for_mapping(&args, &blocks, &format!("/dev/fd/{}", mapping.as_raw_fd()))),
@@ -221,7 +223,10 @@ impl<'a> Fleet<'a> {
         fs::create_dir_all(folder).map_err(CloneError::path("make", folder))?;
         let folder = fs::canonicalize(folder).map_err(CloneError::path("find", folder))?;
         check_folder(&folder)?;
-        let snapshot_path = fs::canonicalize(snapshot.path()).map_err(CloneError::path("find", snapshot.path()))?;
+        let snapshot_path = match snapshot.path() {
+            name if snapshot.is_remote() => name.to_owned(),
+            path => fs::canonicalize(path).map_err(CloneError::path("find", path))?,
+        };
         if !mapped.is_empty() {
             if let Err(error) = snapshot.make_read_only() {
                 notices.push(format!("{}; a write to it changes the memory of running VMs", error_with_causes(&error)));

@@ -64,7 +64,9 @@ fn make(args: &MakeClonesArgs, key: &KeyArgs) -> anyhow::Result<ExitCode> {
     let wants_mapping = args.memory != CloneMemoryArg::Eager;
     let snapshot = match wants_mapping.then(|| packed::copy_to_map(&given, &args.dir)).transpose()?.flatten() {
         Some(copy) => copy,
-        None if args.memory == CloneMemoryArg::Mapped && given.is_packed() => bail!("{}", packed::unmappable(&given)),
+        None if args.memory == CloneMemoryArg::Mapped && given.not_plain_reason().is_some() => {
+            bail!("{}", packed::unmappable(&given))
+        }
         None => given,
     };
     let mut options = FleetOptions::default();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use limosa_image::Disk;
 use limosa_image::luks::Passphrase;
-use limosa_snapshot::{PackedBytes, Snapshot};
+use limosa_snapshot::{Snapshot, SnapshotBytes};
 
 use crate::bytes::UnpackedBytes;
 use crate::chain::{Chain, DEPTH_LIMIT, Level, is_image};
@@ -56,7 +56,7 @@ impl Base {
         }
         let disk = Arc::clone(&chain.disk) as Arc<dyn Disk>;
         let bytes = Arc::new(UnpackedBytes::new(chain));
-        let snapshot = Snapshot::from_packed(file, path, Arc::clone(&bytes) as Arc<dyn PackedBytes>)?;
+        let snapshot = Snapshot::from_packed(file, path, Arc::clone(&bytes) as Arc<dyn SnapshotBytes>)?;
         snapshot.check_restorable()?;
         let path = std::fs::canonicalize(path).map_err(PackError::io("find it", path))?;
         Ok(Self { path, snapshot, bytes, disk, record, depth })

@@ -21,7 +21,7 @@ use std::thread::{self, JoinHandle};
 use limosa_channel::Counters;
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_page::{to_u64, to_usize};
-use limosa_snapshot::{PackedBytes, PackedSummary};
+use limosa_snapshot::{PackedSummary, SnapshotBytes};
 use limosa_storage::{Buffer, block_on};
 use parking_lot::{Condvar, Mutex};
 
@@ -224,7 +224,7 @@ impl Blocks {
     }
 }
 
-impl PackedBytes for UnpackedBytes {
+impl SnapshotBytes for UnpackedBytes {
     fn length(&self) -> u64 {
         self.shared.length
     }
@@ -278,12 +278,12 @@ impl PackedBytes for UnpackedBytes {
         sum
     }
 
-    fn summary(&self) -> PackedSummary {
+    fn packed(&self) -> Option<PackedSummary> {
         let top = self.chain.top();
         let mut summary = PackedSummary::new(top.compression().to_owned(), top.cluster_size());
         summary.encrypted = self.chain.levels.iter().all(|level| level.is_encrypted);
         summary.bases = self.chain.levels.iter().skip(1).map(|level| level.path.display().to_string()).collect();
-        summary
+        Some(summary)
     }
 }
 

@@ -58,10 +58,10 @@ pub enum SnapshotError {
         /// The kernel's word for it.
         source: io::Error,
     },
-    /// A packed snapshot's bytes could not be taken out of its image.
-    #[error("{}: the packed snapshot cannot be read{}", path.display(), At(Some(*offset)))]
+    /// Bytes that are not those of a file here could not be had: taken out of an image, or out of a store.
+    #[error("{}: the snapshot cannot be read{}", path.display(), At(Some(*offset)))]
     Packed {
-        /// The image.
+        /// The image or object.
         path: PathBuf,
         /// The position in the snapshot.
         offset: u64,

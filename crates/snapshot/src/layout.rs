@@ -110,16 +110,16 @@ impl FileLayout {
     pub(crate) fn decode(file: &StoreFile, base: u64, length: u64) -> Result<Self, SnapshotError> {
         let mut unreadable = None;
         let read_at = |offset: u64, into: &mut [u8]| {
-            let Some(packed) = file.packed_bytes() else {
+            let Some(lent) = file.lent_bytes() else {
                 return rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
             };
             // Fewer bytes than asked for are left at the end alone.
-            let left = usize::try_from(packed.length().saturating_sub(offset)).unwrap_or(usize::MAX);
+            let left = usize::try_from(lent.length().saturating_sub(offset)).unwrap_or(usize::MAX);
             let count = left.min(into.len());
-            let read = packed.read_exact_at(into.split_at_mut(count).0, offset);
+            let read = lent.read_exact_at(into.split_at_mut(count).0, offset);
             read.map(|()| count).map_err(|source| {
                 unreadable = Some(SnapshotError::Packed { path: file.path().to_path_buf(), offset, source });
-                std::io::Error::other("the image")
+                std::io::Error::other("the bytes that are lent")
             })
         };
         let layout = Layout::decode(read_at, base, length);

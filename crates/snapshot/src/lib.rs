@@ -10,7 +10,7 @@
 //! - [`CheckpointPair`]: two files for continuous checkpoints, one of them always whole.
 //! - [`publish_qemu_file`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)), also out of images that another
-//!   crate unpacks ([`PackedBytes`]).
+//!   crate unpacks or fetches ([`SnapshotBytes`]).
 //! - [`compare`]: would it load on another QEMU; [`compare_snapshots`], [`compare_memory`]: how do two files differ.
 //! - [`Foreign`]: other programs' files, to make snapshots of; [`Snapshot::export`] goes the other way.
 //! - [`WorkingSet`]: the pages that a guest touched after its start, recorded beside the file and read ahead.
@@ -58,6 +58,7 @@
 //! ```
 
 mod adopt;
+mod bytes;
 mod checkpoints;
 mod checksum;
 mod comparison;
@@ -72,7 +73,6 @@ mod layout;
 mod lock;
 mod manifest;
 mod mappable;
-mod packed;
 mod pci;
 mod reader;
 mod received;
@@ -88,6 +88,7 @@ mod write_behind;
 mod writer;
 
 pub use adopt::publish_qemu_file;
+pub use bytes::{PackedSummary, SnapshotBytes};
 pub use checkpoints::{
     CHECKPOINT_NAME, Checkpoint, CheckpointBase, CheckpointDirectory, CheckpointOptions, CheckpointPages,
     CheckpointPair,
@@ -107,7 +108,6 @@ pub use fuzz::fuzz_open;
 pub use held::HeldSnapshot;
 pub use manifest::{Manifest, PageStatistics, Published, Transport};
 pub use mappable::{Sealed, seal_snapshot};
-pub use packed::{PackedBytes, PackedSummary};
 pub use pci::PciIdentity;
 pub use reader::Snapshot;
 pub use recording::summarize_file;

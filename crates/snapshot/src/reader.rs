@@ -5,6 +5,7 @@
 //! modification time): a file cut short, or cut and filled up again with holes, is an error and never zeros in a guest.
 
 use std::fs::{File, OpenOptions};
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -16,16 +17,16 @@ use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_stream::CompleteTail;
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::Layout;
-use rustix::fs::FileType;
+use rustix::fs::{FileType, MemfdFlags};
 use uuid::Uuid;
 
+use crate::bytes::{PackedSummary, SnapshotBytes};
 use crate::checksum::{self, StoredBlock, Verifier};
 use crate::error::SnapshotError;
 use crate::layout::{DeviceBytes, FileLayout, Memory};
 use crate::lock;
 use crate::manifest::Manifest;
 use crate::mappable;
-use crate::packed::{PackedBytes, PackedSummary};
 use crate::store::StoreFile;
 use crate::trailer::{Checksums, Trailer};
 use crate::unnamed_file;
@@ -103,8 +104,20 @@ impl Snapshot {
     ///
     /// # Errors
     /// As [`open`](Snapshot::open); [`SnapshotError::Packed`] for bytes that cannot be unpacked.
-    pub fn from_packed(file: File, path: &Path, bytes: Arc<dyn PackedBytes>) -> Result<Self, SnapshotError> {
-        Self::of_store(StoreFile::packed(file, bytes, path), 0)
+    pub fn from_packed(file: File, path: &Path, bytes: Arc<dyn SnapshotBytes>) -> Result<Self, SnapshotError> {
+        Self::of_store(StoreFile::with_bytes(file, bytes, path), 0)
+    }
+
+    /// Opens a snapshot that is in no file here; `name` is its name in messages. Who lends the bytes sees to it that
+    /// they do not change: there is nothing here that could be locked.
+    ///
+    /// # Errors
+    /// As [`from_packed`](Snapshot::from_packed).
+    pub fn from_remote(name: &Path, bytes: Arc<dyn SnapshotBytes>) -> Result<Self, SnapshotError> {
+        // An empty file stands for it, so that what looks at a snapshot's file finds one that nobody changes.
+        let made = rustix::fs::memfd_create("limosa-remote", MemfdFlags::CLOEXEC);
+        let file = made.map_err(|errno| SnapshotError::io("make a file in memory", name, None, errno))?;
+        Self::of_store(StoreFile::with_bytes(file.into(), bytes, name), 0)
     }
 
     fn of_store(file: StoreFile, base: u64) -> Result<Self, SnapshotError> {
@@ -114,7 +127,7 @@ impl Snapshot {
             return Err(SnapshotError::Target { path, why });
         }
         let identity = Identity::of(&stat);
-        let length = file.packed_bytes().map_or(identity.length, |bytes| bytes.length());
+        let length = file.lent_bytes().map_or(identity.length, |bytes| bytes.length());
         let parts = FileLayout::decode(&file, base, length)?;
         let chunks = checksum::count(&parts.memory.places);
         let read = |offset, length| {
@@ -157,7 +170,7 @@ impl Snapshot {
     /// opened.
     pub fn lock_serving(&self) -> Result<(), SnapshotError> {
         lock::shared(self.file.fd(), self.file.path())?;
-        let bases = self.file.packed_bytes().map(|bytes| bytes.bases()).unwrap_or_default();
+        let bases = self.file.lent_bytes().map(|bytes| bytes.bases()).unwrap_or_default();
         let locked = bases.iter().try_for_each(|(base, path)| lock_base(*base, path));
         let checked = locked.and_then(|()| match rustix::fs::stat(self.file.path()) {
             Ok(named) => self.check_same_inode(&named),
@@ -195,7 +208,7 @@ impl Snapshot {
     pub fn check_unchanged(&self) -> Result<(), SnapshotError> {
         let now = Identity::of(&self.file.stat()?);
         if now == self.identity {
-            let changed = self.file.packed_bytes().and_then(|bytes| bytes.find_change());
+            let changed = self.file.lent_bytes().and_then(|bytes| bytes.find_change());
             return changed.map_or(Ok(()), |what| Err(self.changed(what)));
         }
         let was = self.identity.length;
@@ -247,14 +260,32 @@ impl Snapshot {
         self.length
     }
 
-    /// Whether its bytes are not those of the file, which is an image of them.
+    /// Whether it is packed into images.
     pub fn is_packed(&self) -> bool {
-        self.file.packed_bytes().is_some()
+        self.packed_summary().is_some()
     }
 
     /// Returns what is known of the images of a packed snapshot.
     pub fn packed_summary(&self) -> Option<PackedSummary> {
-        self.file.packed_bytes().map(|bytes| bytes.summary())
+        self.file.lent_bytes().and_then(|bytes| bytes.packed())
+    }
+
+    /// Whether it is in an object store.
+    pub fn is_remote(&self) -> bool {
+        self.file.lent_bytes().is_some_and(|bytes| bytes.is_remote())
+    }
+
+    /// Why a process cannot read its bytes from its file, as the end of a sentence about it; `None` if one can.
+    pub fn not_plain_reason(&self) -> Option<&'static str> {
+        let bytes = self.file.lent_bytes()?;
+        Some(if bytes.is_remote() { "is in an object store" } else { "is packed" })
+    }
+
+    /// Says which ranges of its bytes will be read soon, in the order of their use.
+    pub fn prefetch(&self, ranges: &[Range<u64>]) {
+        if let Some(bytes) = self.file.lent_bytes() {
+            bytes.prefetch(ranges);
+        }
     }
 
     /// Returns the snapshot's identity: the id in its manifest, or one made from its device state if another program
@@ -296,10 +327,10 @@ impl Snapshot {
     }
 
     /// Whether its trailer says that every page that is not stored reads as zero at its place in the file, so that a
-    /// block's part of the file may be mapped as its memory. See [`seal_snapshot`](crate::seal_snapshot). A packed one
-    /// is not.
+    /// block's part of the file may be mapped as its memory. See [`seal_snapshot`](crate::seal_snapshot). One that is
+    /// packed, or in an object store, is not.
     pub fn is_mappable(&self) -> bool {
-        !self.is_packed() && self.manifest().is_some_and(|manifest| manifest.mappable)
+        self.file.lent_bytes().is_none() && self.manifest().is_some_and(|manifest| manifest.mappable)
     }
 
     /// A descriptor of the file for a process that maps it as memory. As long as it is open anywhere, limosa does not
@@ -389,11 +420,12 @@ impl Snapshot {
     }
 
     /// The file offset of a stored page; the stored pages behind it follow there. None for a page that is not stored,
-    /// and in a packed snapshot.
+    /// and where the
+    /// bytes are not those of the file.
     ///
     /// A caller that sends from the file past [`read`](PageSource::read) calls [`verify`](Snapshot::verify) before.
     pub fn locate(&self, block: usize, page: PageNumber) -> Option<u64> {
-        if self.is_packed() {
+        if self.file.lent_bytes().is_some() {
             return None;
         }
         let (place, stored) = (self.parts.memory.places.get(block)?, self.parts.memory.stored.get(block)?);

@@ -3,7 +3,7 @@
 //! Law of this module: a page that is stored comes from the file or is an error. There is no mapping of the file, so a
 //! truncation or an I/O error is a short or failed call with a path and an offset, never SIGBUS and never a zero page.
 //!
-//! The bytes are those of the file, or those of an image in the file ([`PackedBytes`]). An image is only read.
+//! The bytes are those of the file, or lent by another crate ([`SnapshotBytes`]): then they are only read.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -17,8 +17,8 @@ use limosa_stream::mapped_ram::MappedBlock;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
+use crate::bytes::SnapshotBytes;
 use crate::error::SnapshotError;
-use crate::packed::PackedBytes;
 
 /// Blocks shorter than this, in bytes, may be filled by a destination before it loads: firmware, option ROMs, video
 /// memory.
@@ -57,17 +57,17 @@ pub(crate) struct StoreFile {
     channel: FileChannel,
     path: PathBuf,
     /// The snapshot's bytes, if they are not those of the file.
-    packed: Option<Arc<dyn PackedBytes>>,
+    lent: Option<Arc<dyn SnapshotBytes>>,
 }
 
 impl StoreFile {
     pub(crate) fn new(file: File, path: &Path) -> Self {
-        Self { channel: FileChannel::from_file(file, 0), path: path.to_path_buf(), packed: None }
+        Self { channel: FileChannel::from_file(file, 0), path: path.to_path_buf(), lent: None }
     }
 
     /// A file that is an image of these bytes.
-    pub(crate) fn packed(file: File, bytes: Arc<dyn PackedBytes>, path: &Path) -> Self {
-        Self { packed: Some(bytes), ..Self::new(file, path) }
+    pub(crate) fn with_bytes(file: File, bytes: Arc<dyn SnapshotBytes>, path: &Path) -> Self {
+        Self { lent: Some(bytes), ..Self::new(file, path) }
     }
 
     /// The same open file under a descriptor of its own.
@@ -86,13 +86,13 @@ impl StoreFile {
     }
 
     /// The snapshot's bytes, if they are not those of the file.
-    pub(crate) fn packed_bytes(&self) -> Option<&Arc<dyn PackedBytes>> {
-        self.packed.as_ref()
+    pub(crate) fn lent_bytes(&self) -> Option<&Arc<dyn SnapshotBytes>> {
+        self.lent.as_ref()
     }
 
     /// Counters of the transfers so far.
     pub(crate) fn counters(&self) -> Counters {
-        self.packed.as_ref().map_or_else(|| self.channel.counters(), |packed| packed.counters())
+        self.lent.as_ref().map_or_else(|| self.channel.counters(), |bytes| bytes.counters())
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -145,8 +145,8 @@ impl StoreFile {
         offset: u64,
         operation: impl FnOnce() -> String,
     ) -> Result<(), SnapshotError> {
-        match &self.packed {
-            Some(packed) => packed.read_exact_at(into, offset).map_err(|source| SnapshotError::Packed {
+        match &self.lent {
+            Some(bytes) => bytes.read_exact_at(into, offset).map_err(|source| SnapshotError::Packed {
                 path: self.path.clone(),
                 offset,
                 source,

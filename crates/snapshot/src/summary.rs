@@ -6,9 +6,9 @@ use limosa_stream::vmdesc::{self, DeviceVmdesc};
 use serde::Serialize;
 use uuid::Uuid;
 
+use crate::bytes::PackedSummary;
 use crate::foreign::{SaveHeader, SaveImage};
 use crate::manifest::Manifest;
-use crate::packed::PackedSummary;
 use crate::pci::PciIdentity;
 use crate::reader::Snapshot;
 

@@ -69,11 +69,8 @@ pub(crate) fn recognize(
         }
     }
     if !snapshot.is_mappable() {
-        let why = match snapshot.is_packed() {
-            true => "the snapshot is packed",
-            false => "the snapshot was not made to be mapped: places of zero pages in it may hold old contents",
-        };
-        return Mapped::No(why.into());
+        let unsealed = "was not made to be mapped: places of zero pages in it may hold old contents";
+        return Mapped::No(format!("the snapshot {}", snapshot.not_plain_reason().unwrap_or(unsealed)));
     }
     Mapped::Blocks(blocks)
 }

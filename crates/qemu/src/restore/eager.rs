@@ -148,8 +148,8 @@ fn fill<'a>(
 fn by_file(job: &RestoreJob<'_>, qemu: &WaitingQemu) -> Result<bool, JobError> {
     let unable = if job.monitor.version() < Version::new(9, 0, 0) {
         Some("this QEMU cannot read mapped-ram files; 9.0 and newer can")
-    } else if job.snapshot.is_packed() {
-        Some("the snapshot is packed, and QEMU reads plain ones")
+    } else if job.snapshot.not_plain_reason().is_some() {
+        Some("the snapshot is packed or in an object store, and QEMU reads plain files")
     } else if !job.monitor.qmp().passes_descriptors() {
         Some("a monitor over tcp cannot be passed descriptors")
     } else {

@@ -76,7 +76,9 @@ pub(crate) enum Recovery {
 
 impl UnfinishedRestore {
     pub(super) fn new(job: &RestoreJob<'_>, record: &JobRecord, preempt: bool) -> Self {
-        let path = std::path::absolute(job.path).unwrap_or_else(|_| job.path.to_owned());
+        // The name of an object is the same in every directory.
+        let absolute = if job.snapshot.is_remote() { None } else { std::path::absolute(job.path).ok() };
+        let path = absolute.unwrap_or_else(|| job.path.to_owned());
         Self {
             record: record.clone(),
             path: path.as_os_str().as_bytes().to_vec(),

@@ -57,11 +57,14 @@ pub struct WorkingSet {
 }
 
 impl WorkingSet {
-    /// Reads the working set beside a snapshot; `None` if no file has its name.
+    /// Reads the working set beside a snapshot; `None` if no file has its name. None is beside an object of a store.
     ///
     /// # Errors
     /// [`SnapshotError::WorkingSet`] if the file there is not this snapshot's working set; that it cannot be read.
     pub fn of(snapshot: &Snapshot) -> Result<Option<Self>, SnapshotError> {
+        if snapshot.is_remote() {
+            return Ok(None);
+        }
         let path = Self::path_of(snapshot)?;
         let failed = |source| SnapshotError::io("read it", &path, None, source);
         let invalid = |why| SnapshotError::WorkingSet { path: path.clone(), why };
@@ -125,6 +128,11 @@ impl WorkingSetFile {
     /// directory is not writable.
     pub fn create(snapshot: &Snapshot) -> Result<Self, SnapshotError> {
         let failed = |error: std::io::Error| SnapshotError::io("look at it", snapshot.path(), None, error);
+        if snapshot.is_remote() {
+            let (path, what) =
+                (snapshot.path().to_path_buf(), "nothing is recorded beside an object of a store".to_owned());
+            return Err(SnapshotError::Misuse { path, what });
+        }
         let resolved = resolved_path(snapshot)?;
         let path = name_for(&resolved);
         let stat = rustix::fs::fstat(snapshot).map_err(|errno| failed(errno.into()))?;

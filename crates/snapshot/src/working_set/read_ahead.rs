@@ -57,8 +57,8 @@ impl ReadAhead {
     /// The file's descriptor cannot be duplicated, or no thread be started.
     pub fn start(snapshot: &Snapshot, set: &WorkingSet) -> Result<Self, SnapshotError> {
         let failed = |error| SnapshotError::io("read it ahead", snapshot.path(), None, error);
-        if snapshot.is_packed() {
-            let what = "a packed snapshot is never mapped, so it has nothing to be read ahead for".to_owned();
+        if let Some(why) = snapshot.not_plain_reason() {
+            let what = format!("it {why}, and is never mapped, so it has nothing to be read ahead for");
             return Err(SnapshotError::Misuse { path: snapshot.path().to_path_buf(), what });
         }
         let file = File::from(snapshot.as_fd().try_clone_to_owned().map_err(failed)?);

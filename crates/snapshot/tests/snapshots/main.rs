@@ -8,6 +8,7 @@ mod checkpoints;
 mod comparison;
 mod foreign;
 mod hostile;
+mod lent;
 mod mappable;
 mod publish;
 mod round_trip;

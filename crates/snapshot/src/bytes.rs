@@ -1,41 +1,54 @@
-//! Snapshots whose file is an image of their bytes: compressed, encrypted, or on a base.
+//! Snapshots whose bytes are not those of a file here: packed into images, or in an object store.
 //!
-//! Law: this crate knows no image format. What unpacks lends the bytes of a mapped-ram file, and all that reads a
-//! snapshot reads those: layout, bitmaps, pages, checksums, trailer.
+//! Law: this crate knows no image format and no store. Who does lends the bytes of a mapped-ram file, and all that reads
+//! a snapshot reads those: layout, bitmaps, pages, checksums, trailer.
 
 use std::error::Error;
 use std::fmt::Debug;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use limosa_channel::Counters;
 
-/// The bytes of a mapped-ram file that is packed into images.
+/// The bytes of a mapped-ram file that are not those of a local file.
 ///
 /// Any number of threads may read.
-pub trait PackedBytes: Debug + Send + Sync {
+pub trait SnapshotBytes: Debug + Send + Sync {
     /// Returns their number. An image may have more bytes than the mapped-ram file: zeros, up to a whole sector.
     fn length(&self) -> u64;
 
     /// Reads all of `into` from `offset` on.
     ///
     /// # Errors
-    /// Bytes that cannot be returned exactly as they were packed.
+    /// Bytes that cannot be returned exactly as they were stored.
     fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>>;
 
-    /// Returns how a file of the images has changed since it was opened, if one has. The snapshot looks at the topmost
-    /// one by itself.
-    fn find_change(&self) -> Option<String>;
+    /// Says which ranges will be read soon, in the order of their use. Nothing has to be done about it.
+    fn prefetch(&self, _ranges: &[Range<u64>]) {}
+
+    /// Returns how a file below the topmost one has changed since it was opened, if one has. The snapshot looks at the
+    /// topmost one by itself.
+    fn find_change(&self) -> Option<String> {
+        None
+    }
 
     /// Returns the files that the topmost image stands on, with their names: whoever serves the snapshot locks these,
     /// too.
-    fn bases(&self) -> Vec<(BorrowedFd<'_>, &Path)>;
+    fn bases(&self) -> Vec<(BorrowedFd<'_>, &Path)> {
+        Vec::new()
+    }
 
-    /// Returns what was read from the images so far.
+    /// Returns what was read so far.
     fn counters(&self) -> Counters;
 
-    /// Returns what a person may want to know about the images.
-    fn summary(&self) -> PackedSummary;
+    /// Returns what a person may want to know about the images; `None` if it is not packed.
+    fn packed(&self) -> Option<PackedSummary>;
+
+    /// Whether they are in an object store.
+    fn is_remote(&self) -> bool {
+        false
+    }
 }
 
 /// The images of a packed snapshot, for people and programs.
