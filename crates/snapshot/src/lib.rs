@@ -58,6 +58,7 @@
 //! ```
 
 mod adopt;
+mod attributes;
 mod bytes;
 mod checkpoints;
 mod checksum;
@@ -112,7 +113,7 @@ pub use pci::PciIdentity;
 pub use reader::Snapshot;
 pub use recording::summarize_file;
 pub use summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary};
-pub use unnamed_file::{Durability, UnnamedFile};
+pub use unnamed_file::{Durability, UnnamedFile, is_temporary_name};
 pub use working_set::{ReadAhead, ReadAheadReport, RecordedMode, WorkingSet, WorkingSetFile, WorkingSetRecorder};
 pub use write_behind::WriteBehind;
 pub use writer::{SnapshotWriter, WriteOptions};

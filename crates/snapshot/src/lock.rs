@@ -36,6 +36,7 @@ const SERVED: &str = "it is being served to a restored VM, or another save is re
                       wait for that to end, or save under another name";
 const MAPPED: &str = "a VM maps it as its memory; wait for its end, or work on a copy";
 const WRITTEN: &str = "limosa is writing to it; try again when that has ended";
+const OPENED: &str = "a VM or another program has it open; try again when that has ended";
 const KEPT: &str = "another process keeps checkpoints in it; end that one, or use another directory";
 const REPLACED: &str = "a save is replacing it; try again when that has ended";
 
@@ -79,6 +80,20 @@ pub(crate) fn end_writing(file: impl AsFd, path: &Path) -> Result<(), SnapshotEr
     take_whole(file, path, libc::F_UNLCK, WRITTEN)
 }
 
+/// Takes the lock of [`writing`] from programs that map the file, and from those that have it open as a disk image:
+/// QEMU and its tools lock bytes of it then. On a description that is only readable, it is only asked for.
+pub(crate) fn alone(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
+    let taken = set_whole(&file, libc::F_OFD_SETLK, libc::F_WRLCK);
+    match taken.as_ref().map_err(io::Error::raw_os_error) {
+        Err(Some(libc::EBADF)) => match set_whole(&file, libc::F_OFD_GETLK, libc::F_WRLCK) {
+            Ok(libc::F_UNLCK) => Ok(()),
+            Ok(_) => Err(SnapshotError::Locked { path: path.to_path_buf(), by: OPENED }),
+            Err(error) => after_lock(Err(error), path, OPENED),
+        },
+        _ => after_lock(taken, path, OPENED),
+    }
+}
+
 /// Takes the lock of the one process that makes files in a directory. Waits for those who only ask whether it is taken:
 /// they have it for a moment.
 pub(crate) fn directory(directory: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
@@ -92,17 +107,27 @@ pub(crate) fn directory(directory: impl AsFd, path: &Path) -> Result<(), Snapsho
 }
 
 fn take_whole(file: impl AsFd, path: &Path, kind: libc::c_int, by: &'static str) -> Result<(), SnapshotError> {
+    after_lock(set_whole(file, libc::F_OFD_SETLK, kind), path, by)
+}
+
+/// Takes or asks for a lock of the whole file, and returns its kind as the kernel left it.
+fn set_whole(file: impl AsFd, command: libc::c_int, kind: libc::c_int) -> io::Result<libc::c_int> {
     // SAFETY: all fields are integers, and zero is a value of each: the whole file, from its beginning.
     let mut range: libc::flock = unsafe { std::mem::zeroed() };
     #[expect(clippy::cast_possible_truncation, reason = "both are small numbers, of which the C library makes ints")]
     {
         (range.l_type, range.l_whence) = (kind as libc::c_short, libc::SEEK_SET as libc::c_short);
     }
-    // SAFETY: reads the structure, which outlives the call.
-    let result = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
-    let error = io::Error::last_os_error();
+    // SAFETY: reads and writes the structure, which outlives the call.
+    match unsafe { libc::fcntl(file.as_fd().as_raw_fd(), command, &raw mut range) } {
+        0 => Ok(libc::c_int::from(range.l_type)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn after_lock(taken: io::Result<libc::c_int>, path: &Path, by: &'static str) -> Result<(), SnapshotError> {
+    let Err(error) = taken else { return Ok(()) };
     match error.raw_os_error() {
-        _ if result == 0 => Ok(()),
         Some(libc::EAGAIN | libc::EACCES) => Err(SnapshotError::Locked { path: path.to_path_buf(), by }),
         // A filesystem without such locks: nobody can be kept from anything there.
         Some(libc::ENOLCK | libc::EINVAL | libc::EOPNOTSUPP) => Ok(()),

@@ -17,7 +17,9 @@ use rustix::fs::{self, Access, AtFlags, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 use rustix::path::Arg;
 
+use crate::attributes;
 use crate::error::SnapshotError;
+use crate::held::HeldSnapshot;
 use crate::lock;
 use crate::sidecar;
 
@@ -76,6 +78,23 @@ impl UnnamedFile {
         Self::create_in(target, replace, true)
     }
 
+    /// A new, empty, nameless file that [`replace_held`](UnnamedFile::replace_held) puts in the place of a held one. It
+    /// has the owner, the mode and the extended attributes of that, with them the ACL.
+    ///
+    /// # Errors
+    /// The directory is not writable; one of these cannot be given to it.
+    pub fn replacing(held: &HeldSnapshot) -> Result<Self, SnapshotError> {
+        let target = held.path();
+        let duplicated = held.directory().try_clone();
+        let directory = duplicated.map_err(|e| SnapshotError::io("duplicate a descriptor", target, None, e))?;
+        sweep(&directory, held.name());
+        let (file, temporary) = open_hidden(&directory, held.name(), target, true)?;
+        let (target, name) = (target.to_path_buf(), held.name().to_os_string());
+        let pending = Self { file, directory, target, name, temporary, replace: true, held: None };
+        attributes::keep(held.file(), &pending.file, &pending.target)?;
+        Ok(pending)
+    }
+
     /// `nameless` chooses between the two ways of not being seen, so that tests reach the second one everywhere.
     fn create_in(target: &Path, replace: bool, nameless: bool) -> Result<Self, SnapshotError> {
         let refused = |why: String| SnapshotError::Target { path: target.to_path_buf(), why };
@@ -100,15 +119,7 @@ impl UnnamedFile {
         let held = existing(&directory, &name, target, replace)?;
         sweep(&directory, &name);
 
-        let hidden = if nameless { open_nameless(&directory, target)? } else { None };
-        let (file, temporary) = match hidden {
-            Some(file) => {
-                // It may get a temporary name on its way to the target's.
-                lock::exclusive(&file, target)?;
-                (file, None)
-            }
-            None => open_temporary(&directory, &name, target)?,
-        };
+        let (file, temporary) = open_hidden(&directory, &name, target, nameless)?;
         Ok(Self { file, directory, target: target.to_path_buf(), name, temporary, replace, held })
     }
 
@@ -168,13 +179,31 @@ impl UnnamedFile {
         sidecar::remove_stale(&self.directory, &self.name);
         lock::release(&self.file);
         if durability == Durability::Synced {
-            let synced = fs::fsync(&self.directory);
-            synced.map_err(|e| {
-                let operation = "make its name durable (fsync of the directory); the file itself is whole and in place";
-                SnapshotError::io(operation, &self.target, None, e)
-            })?;
+            self.sync_directory()?;
         }
         Ok(std::mem::take(&mut self.target))
+    }
+
+    /// Makes the file durable, and puts it in the place of the held one, durably. A file that has the name meanwhile
+    /// stays. The working set and the modification time stay those of the snapshot: what it holds is the same.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Changed`] if the held file has lost the name; as [`publish`](UnnamedFile::publish).
+    pub fn replace_held(mut self, held: &HeldSnapshot) -> Result<PathBuf, SnapshotError> {
+        attributes::keep_time(held.file(), &self.file, &self.target)?;
+        self.file.sync_all().map_err(|e| SnapshotError::io("make it durable (fsync)", &self.target, None, e))?;
+        held.check_named()?;
+        self.take_over()?;
+        lock::release(&self.file);
+        self.sync_directory()?;
+        Ok(std::mem::take(&mut self.target))
+    }
+
+    fn sync_directory(&self) -> Result<(), SnapshotError> {
+        fs::fsync(&self.directory).map_err(|e| {
+            let operation = "make its name durable (fsync of the directory); the file itself is whole and in place";
+            SnapshotError::io(operation, &self.target, None, e)
+        })
     }
 
     /// The file itself, which never gets its name: it is gone when it is closed.
@@ -311,6 +340,23 @@ pub(crate) fn names_file(directory: impl AsFd, name: impl Arg, file: impl AsFd) 
     }
 }
 
+/// A file that no one sees, locked, and its temporary name if it has one.
+fn open_hidden(
+    directory: &OwnedFd,
+    name: &OsStr,
+    target: &Path,
+    nameless: bool,
+) -> Result<(File, Option<OsString>), SnapshotError> {
+    match if nameless { open_nameless(directory, target)? } else { None } {
+        Some(file) => {
+            // It may get a temporary name on its way to the target's.
+            lock::exclusive(&file, target)?;
+            Ok((file, None))
+        }
+        None => open_temporary(directory, name, target),
+    }
+}
+
 /// A file with a temporary name, locked: that tells a later save's sweep that the name belongs to a running process.
 ///
 /// Until it is locked, a sweep that runs at the same moment takes it for a dead save's.
@@ -368,6 +414,16 @@ fn temporary_name(name: &OsStr) -> OsString {
     OsString::from_vec(bytes)
 }
 
+/// Returns whether a name is one that an [`UnnamedFile`] has before it is published, where the filesystem cannot do
+/// without: such a file is nobody's, or will be gone soon.
+#[must_use]
+pub fn is_temporary_name(name: &OsStr) -> bool {
+    const INFIX: &[u8] = b".limosa-";
+    let name = name.as_bytes();
+    let infix = name.windows(INFIX.len()).rposition(|window| window == INFIX);
+    name.starts_with(b".") && infix.is_some_and(|at| is_temporary_of(name, &name[..at + INFIX.len()]))
+}
+
 /// Whether `found` is a temporary name for `name`, exactly as [`temporary_name`] makes them.
 fn is_temporary_of(found: &[u8], prefix: &[u8]) -> bool {
     let Some(rest) = found.strip_prefix(prefix) else { return false };
@@ -417,11 +473,13 @@ mod tests {
             assert!(temporary.len() <= 255);
             assert!(is_temporary_of(temporary.as_bytes(), &temporary_prefix(name)));
             assert!(!is_temporary_of(temporary.as_bytes(), &temporary_prefix(OsStr::new("other"))));
+            assert!(is_temporary_name(&temporary) && !is_temporary_name(name));
         }
         for stranger in
             ["vm", ".vm.limosa-", ".vm.limosa-12", ".vm.limosa--0123456789abcdef", ".vm.limosa-1-0123456789abcdefg"]
         {
             assert!(!is_temporary_of(stranger.as_bytes(), b".vm.limosa-"), "{stranger}");
+            assert!(!is_temporary_name(OsStr::new(stranger)), "{stranger}");
         }
     }
 
