@@ -138,11 +138,11 @@ pub(crate) fn refuse_needed(target: &Path, replace: bool) -> anyhow::Result<()> 
     let (directory, name) = directory_of(target)?;
     let dependents = match directory.dependents(&name) {
         Ok(dependents) => dependents,
-        Err(error) if error.is_about_passphrase() => Vec::new(),
-        Err(error) => {
-            say!("limosa: whether others stand on {} is not known: {}", target.display(), error_line(&error));
-            Vec::new()
-        }
+        Err(error) => bail!(
+            "{}: another file may stand on it, and would be lost with it; choose another name: {}",
+            target.display(),
+            error_line(&error)
+        ),
     };
     if let Some(first) = dependents.first() {
         bail!("{}: {} stands on it, and would be lost with it; choose another name", target.display(), first.display());

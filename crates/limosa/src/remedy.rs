@@ -466,6 +466,12 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         if let Some(PackError::Unencrypted { .. }) = cause.downcast_ref() {
             return Some("; add --encrypt".into());
         }
+        if let Some(PackError::Needed { .. }) = cause.downcast_ref() {
+            return Some("; limosa snapshot merge has it take over what it needs".into());
+        }
+        if let Some(PackError::Unknown { .. }) = cause.downcast_ref() {
+            return Some("; if it stands on none, leave it out: --ignore NAME".into());
+        }
         // An image's error shows its storage's error as its own: only here it is found in the chain.
         if let Some(ImageError::Storage(error)) = cause.downcast_ref() {
             return Some(of_storage(error).into());

@@ -9,9 +9,10 @@ use limosa_image::luks::Passphrase;
 use limosa_snapshot::{Snapshot, SnapshotBytes};
 
 use crate::bytes::UnpackedBytes;
-use crate::chain::{Chain, DEPTH_LIMIT, Level, is_image};
+use crate::chain::{Chain, DEPTH_LIMIT, Level};
 use crate::contents::layout_difference;
 use crate::error::PackError;
+use crate::head::is_image;
 use crate::open::open_file;
 use crate::record::BaseRecord;
 
@@ -31,16 +32,9 @@ impl Base {
     /// nothing replaces these meanwhile.
     ///
     /// # Errors
-    /// As [`open_snapshot`](crate::open_snapshot); it is not packed, or by another program; the chain would have more
-    /// than [`DEPTH_LIMIT`] images.
+    /// As [`open_snapshot`](crate::open_snapshot); it is not packed, by another program, or was written to; its
+    /// chain would have more than [`DEPTH_LIMIT`] images.
     pub fn open(path: &Path, passphrase: Option<&Passphrase>) -> Result<Self, PackError> {
-        let base = Self::open_unlocked(path, passphrase)?;
-        base.lock()?;
-        Ok(base)
-    }
-
-    /// As [`open`](Self::open), without the lock.
-    pub(crate) fn open_unlocked(path: &Path, passphrase: Option<&Passphrase>) -> Result<Self, PackError> {
         let unsupported = |what: String| PackError::Unsupported { path: path.to_path_buf(), what };
         let file = open_file(path)?;
         if !is_image(&file) {
@@ -58,13 +52,9 @@ impl Base {
         let bytes = Arc::new(UnpackedBytes::new(chain));
         let snapshot = Snapshot::from_packed(file, path, Arc::clone(&bytes) as Arc<dyn SnapshotBytes>)?;
         snapshot.check_restorable()?;
+        snapshot.lock_serving()?;
         let path = std::fs::canonicalize(path).map_err(PackError::io("find it", path))?;
         Ok(Self { path, snapshot, bytes, disk, record, depth })
-    }
-
-    /// Takes the lock of a server on all files of the chain.
-    pub(crate) fn lock(&self) -> Result<(), PackError> {
-        Ok(self.snapshot.lock_serving()?)
     }
 
     /// Checks that an increment in this place can stand on it: a base is in the directory of its increments.
@@ -94,21 +84,26 @@ impl Base {
         Ok(layout_difference(snapshot, &self.snapshot).map_or(Ok(self), Err))
     }
 
+    /// Its levels, the topmost one first.
+    pub(crate) fn levels(&self) -> &[Level] {
+        &self.bytes.chain().levels
+    }
+
     /// Whether this file is in its chain.
     pub(crate) fn stands_on(&self, path: &Path) -> bool {
-        let levels = &self.bytes.chain().levels;
+        let levels = self.levels();
         std::fs::metadata(path).is_ok_and(|file| levels.iter().any(|level| level.is_file(&file)))
     }
 
     /// Whether a part of it is encrypted.
     #[must_use]
     pub fn is_encrypted(&self) -> bool {
-        self.bytes.chain().levels.iter().any(|level| level.is_encrypted)
+        self.levels().iter().any(|level| level.is_encrypted())
     }
 
     /// Checks that all files of its chain still have their names and contents.
     pub(crate) fn check_still_there(&self) -> Result<(), PackError> {
-        self.bytes.chain().levels.iter().try_for_each(Level::check_still_there)
+        self.levels().iter().try_for_each(Level::check_still_there)
     }
 
     /// The snapshot.

@@ -271,7 +271,7 @@ impl SnapshotBytes for UnpackedBytes {
     fn counters(&self) -> Counters {
         let mut sum = Counters::default();
         for level in &self.chain.levels {
-            let counted = level.storage.counters().reads;
+            let counted = level.storage().counters().reads;
             sum.calls_in = sum.calls_in.saturating_add(counted.operations);
             sum.bytes_in = sum.bytes_in.saturating_add(counted.bytes);
         }
@@ -281,7 +281,7 @@ impl SnapshotBytes for UnpackedBytes {
     fn packed(&self) -> Option<PackedSummary> {
         let top = self.chain.top();
         let mut summary = PackedSummary::new(top.compression().to_owned(), top.cluster_size());
-        summary.encrypted = self.chain.levels.iter().all(|level| level.is_encrypted);
+        summary.encrypted = self.chain.levels.iter().all(|level| level.is_encrypted());
         summary.bases = self.chain.levels.iter().skip(1).map(|level| level.path.display().to_string()).collect();
         Some(summary)
     }

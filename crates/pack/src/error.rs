@@ -72,6 +72,36 @@ pub enum PackError {
         /// Those that stand on it.
         by: String,
     },
+    /// Another file may stand on a snapshot, and cannot be looked into.
+    #[error("{}: whether it stands on another snapshot is not known", path.display())]
+    Unknown {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: Box<PackError>,
+    },
+    /// The file is not a snapshot, and limosa removes only these.
+    #[error("{}: is not a snapshot that limosa can read, and stays", path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The filesystem may be too small for what is packed.
+    #[error("{}: may take {needed} bytes, and {free} are free", path.display())]
+    NoRoom {
+        /// The file.
+        path: PathBuf,
+        /// Bytes that it may take, at most.
+        needed: u64,
+        /// Bytes that are free.
+        free: u64,
+    },
+    /// The new file does not hold the snapshot that was packed again.
+    #[error("{}: reads differently when it is packed again; it stays as it was", path.display())]
+    Differs {
+        /// The file.
+        path: PathBuf,
+    },
     /// The job was cancelled.
     #[error("cancelled; nothing was kept")]
     Cancelled(#[source] MigrateError),
@@ -96,6 +126,7 @@ impl PackError {
         match self {
             Self::NoPassphrase { .. } => true,
             Self::Image(error) => wrong(error),
+            Self::Unknown { source, .. } => source.is_about_passphrase(),
             _ => false,
         }
     }

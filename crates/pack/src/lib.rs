@@ -32,7 +32,10 @@ mod bytes;
 mod chain;
 mod contents;
 mod directory;
+mod entry;
+mod equality;
 mod error;
+mod head;
 mod open;
 mod pack;
 mod pieces;
@@ -43,13 +46,14 @@ mod unpack;
 pub use base::Base;
 pub use bytes::CACHE;
 pub use chain::DEPTH_LIMIT;
-pub use directory::{SnapshotDirectory, SnapshotEntry};
+pub use directory::SnapshotDirectory;
+pub use entry::{SnapshotEntry, SnapshotFile};
 pub use error::PackError;
 pub use open::{fuzz_open, is_packed, open_snapshot};
 pub use pack::{
     CLUSTER_SIZE, DEFAULT_ITER_TIME, DEFAULT_LEVEL, INCREMENT_CLUSTER_SIZE, PackEncryption, PackOptions, Packed, pack,
 };
-pub use retention::{PruneStep, Retention, plan_prune};
+pub use retention::{PrunePlan, PruneStep, Retention, StayingSnapshot, plan_prune};
 pub use unpack::{UnpackedFile, unpack};
 
 /// The example of the README, compiled.

@@ -7,11 +7,16 @@ use std::sync::Arc;
 
 use limosa_image::luks::Passphrase;
 use limosa_snapshot::Snapshot;
+use limosa_storage::FileIdentity;
 use rustix::fs::MemfdFlags;
 
 use crate::bytes::UnpackedBytes;
-use crate::chain::{self, Chain};
+use crate::chain::Chain;
 use crate::error::PackError;
+use crate::head::is_image;
+
+/// How often a snapshot is opened again that another limosa replaces at that moment.
+const TRIES: usize = 5;
 
 /// Opens a snapshot: a mapped-ram file, or one that is packed into an image, with the images that it stands on.
 ///
@@ -22,18 +27,29 @@ use crate::error::PackError;
 /// As [`Snapshot::open`]; a file that looks like an image but holds no snapshot; a missing or wrong passphrase; a base
 /// that is missing, was changed, or is another one.
 pub fn open_snapshot(path: &Path, passphrase: Option<&Passphrase>) -> Result<Snapshot, PackError> {
-    let file = open_file(path)?;
-    if !chain::is_image(&file) {
-        return Ok(Snapshot::from_file(file, path)?);
+    let mut tries = 0;
+    loop {
+        let file = open_file(path)?;
+        if !is_image(&file) {
+            return Ok(Snapshot::from_file(file, path)?);
+        }
+        let is_named = |file: &File| {
+            let (found, opened) = (std::fs::metadata(path), file.metadata());
+            found.is_ok_and(|found| opened.is_ok_and(|opened| FileIdentity::of(&found) == FileIdentity::of(&opened)))
+        };
+        match Chain::open(&file, path, passphrase) {
+            Ok(chain) => return Ok(Snapshot::from_packed(file, path, Arc::new(UnpackedBytes::new(chain)))?),
+            // Another limosa has given it another base meanwhile, and removed the one that it had.
+            Err(_) if tries < TRIES && !is_named(&file) => tries += 1,
+            Err(error) => return Err(error),
+        }
     }
-    let chain = Chain::open(&file, path, passphrase)?;
-    Ok(Snapshot::from_packed(file, path, Arc::new(UnpackedBytes::new(chain)))?)
 }
 
 /// Returns whether a file looks like an image that a snapshot may be packed in. One that cannot be read is not.
 #[must_use]
 pub fn is_packed(path: &Path) -> bool {
-    open_file(path).is_ok_and(|file| chain::is_image(&file))
+    open_file(path).is_ok_and(|file| is_image(&file))
 }
 
 /// Opens the bytes as a packed snapshot from a file in memory, for fuzzers. Bytes must never make it panic, or take

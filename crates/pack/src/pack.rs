@@ -20,13 +20,16 @@ use limosa_snapshot::{Durability, Snapshot, UnnamedFile};
 use limosa_storage::{Buffer, FileOptions, FileStorage, Io, LockPolicy, Storage, block_on};
 
 use crate::base::Base;
+use crate::chain::Level;
 use crate::contents::Contents;
 use crate::error::PackError;
 use crate::pieces::{for_each_piece, runs};
-use crate::record::Record;
+use crate::record::{Record, TableDigest};
 
 /// Bytes that a thread reads, compresses and writes at once, at least.
-const PIECE: u64 = 1 << 20;
+pub(crate) const PIECE: u64 = 1 << 20;
+/// The most bytes of a LUKS header that is taken over: eight key slots take 2 MiB.
+const LUKS_HEADER_MOST: u64 = 16 << 20;
 /// Bytes of a disk's sector.
 const SECTOR: u64 = 512;
 /// The clusters of a snapshot without a base (docs/packed.md has the measurement).
@@ -101,20 +104,59 @@ pub fn pack(
     options: &PackOptions,
     handle: &Handle,
 ) -> Result<Packed, PackError> {
-    let (mut packed, _) = write(snapshot, &pending, base, options, handle)?;
+    let new = NewFile { pending: &pending, inherited: &Inherited::default() };
+    let mut packed = write(snapshot, &new, base, options, handle)?;
     packed.path = pending.publish(options.durability)?;
     handle.progress.set_phase(Phase::Completed);
     Ok(packed)
 }
 
-/// Packs a snapshot into a file that has no name yet. Returns the digest of its tables, too.
+/// Parts of a file that are those of the one whose place it takes.
+#[derive(Debug, Default)]
+pub(crate) struct Inherited {
+    /// Tables of the files that it replaces.
+    pub(crate) replaced: Vec<TableDigest>,
+    /// Its encryption: the options of the new file are not used then.
+    pub(crate) luks: Option<LuksHeader>,
+}
+
+/// The file that a snapshot is packed into: it has no name yet.
+#[derive(Debug)]
+pub(crate) struct NewFile<'a> {
+    pub(crate) pending: &'a UnnamedFile,
+    pub(crate) inherited: &'a Inherited,
+}
+
+/// The header of a LUKS volume with its key slots, for another volume with the same ones.
+#[derive(Debug)]
+pub(crate) struct LuksHeader {
+    bytes: Vec<u8>,
+    passphrase: Passphrase,
+}
+
+impl LuksHeader {
+    /// Reads the header of an encrypted image.
+    pub(crate) fn of(level: &Level, passphrase: &Passphrase) -> Result<Self, PackError> {
+        let length = block_on(luks::read_header(level.storage()))?.payload_offset();
+        if length > LUKS_HEADER_MOST {
+            let what = format!("its LUKS header has {length} bytes");
+            return Err(PackError::Unsupported { path: level.path.clone(), what });
+        }
+        let bytes = Buffer::zeroed(to_usize(length));
+        block_on(level.storage().read(0, bytes.clone().into())).map_err(PackError::storage)?;
+        Ok(Self { bytes: bytes.to_vec(), passphrase: passphrase.clone() })
+    }
+}
+
+/// Packs a snapshot into a file that has no name yet.
 pub(crate) fn write(
     snapshot: &Snapshot,
-    pending: &UnnamedFile,
+    new: &NewFile<'_>,
     base: Option<&Base>,
     options: &PackOptions,
     handle: &Handle,
-) -> Result<(Packed, [u8; 32]), PackError> {
+) -> Result<Packed, PackError> {
+    let NewFile { pending, inherited } = new;
     snapshot.check_restorable()?;
     let target = pending.target().to_path_buf();
     let base = base.map(|base| base.admit(snapshot, &target)).transpose()?;
@@ -123,13 +165,15 @@ pub(crate) fn write(
         Some(Err(why)) => (None, Some(why)),
         None => (None, None),
     };
-    if let Some(base) = base.filter(|base| base.is_encrypted() && options.encryption.is_none()) {
+    if let Some(base) =
+        base.filter(|base| base.is_encrypted() && options.encryption.is_none() && inherited.luks.is_none())
+    {
         return Err(PackError::Unencrypted { path: target, base: base.name().display().to_string() });
     }
     let contents = Contents::new(snapshot);
     let size = contents.length().next_multiple_of(SECTOR);
     let cluster = options.cluster_size.unwrap_or(if base.is_some() { INCREMENT_CLUSTER_SIZE } else { CLUSTER_SIZE });
-    let storage = storage(pending, options.encryption.as_ref())?;
+    let storage = storage(pending, options.encryption.as_ref(), inherited.luks.as_ref())?;
     let create = CreateOptions::default()
         .size(size)
         .cluster_size(cluster)
@@ -137,14 +181,16 @@ pub(crate) fn write(
         .backing_file(base.map(|base| base.name().to_owned()))
         .backing_format(base.map(|_| "qcow2".to_owned()));
     let mut header = block_on(qcow2::create(&*storage, None, &create))?;
-    let record = Record { id: snapshot.id(), base: base.map(Base::record), length: 0 };
+    let replaced = inherited.replaced.clone();
+    let record = Record { id: snapshot.id(), base: base.map(Base::record), tables: [0; 32], length: 0, replaced };
     record.put(&mut header);
     let start = header.encode(storage.name())?;
     block_on(storage.write(0, Buffer::from_slice(&start).into())).map_err(PackError::storage)?;
     let parts = ImageParts::new(Arc::clone(&storage), header).backing(base.map(Base::disk));
     let disk = block_on(Qcow2::open(parts, Qcow2Options::default()))?;
 
-    handle.progress.expect_pages(snapshot.stored_pages());
+    // A merge packs several.
+    handle.progress.expect_pages(handle.progress.read().normal_pages.saturating_add(snapshot.stored_pages()));
     handle.progress.set_phase(Phase::Active);
     let base_contents = base.map(|base| Contents::new(base.snapshot()));
     let packer = Packer {
@@ -167,11 +213,11 @@ pub(crate) fn write(
     block_on(storage.set_len(length.next_multiple_of(SECTOR))).map_err(PackError::storage)?;
     let mut header = block_on(Header::read_for_reading(&*storage))?;
     let length = storage.length().map_err(PackError::storage)?;
-    Record { length, ..record }.put(&mut header);
+    let tables = block_on(table_digest(&*storage, &header))?;
+    Record { tables, length, ..record }.put(&mut header);
     let start = header.encode(storage.name())?;
     block_on(storage.write(0, Buffer::from_slice(&start).into())).map_err(PackError::storage)?;
     block_on(storage.flush()).map_err(PackError::storage)?;
-    let tables = block_on(table_digest(&*storage, &header))?;
     drop(storage);
     snapshot.check_unchanged()?;
     // It may have been hours.
@@ -179,22 +225,35 @@ pub(crate) fn write(
     handle.control.check().map_err(PackError::Cancelled)?;
     let length = pending.file().metadata().map_err(PackError::io("look at it", &target))?.len();
     let page_bytes = snapshot.stored_pages().saturating_mul(PAGE_SIZE);
-    Ok((Packed { path: target, length, page_bytes, own_bytes, base_bytes, whole_because }, tables))
+    Ok(Packed { path: target, length, page_bytes, own_bytes, base_bytes, whole_because })
 }
 
 /// The new file as the storage of an image: as it is, or encrypted.
-fn storage(pending: &UnnamedFile, encryption: Option<&PackEncryption>) -> Result<Arc<dyn Storage>, PackError> {
+fn storage(
+    pending: &UnnamedFile,
+    encryption: Option<&PackEncryption>,
+    inherited: Option<&LuksHeader>,
+) -> Result<Arc<dyn Storage>, PackError> {
     let target = pending.target();
     let copy =
         pending.file().as_fd().try_clone_to_owned().map_err(PackError::io("duplicate its descriptor", target))?;
     // Nobody else knows it, and its compressed clusters are copied into the page cache in small pieces.
     let options = FileOptions { io: Io::CallerThread, lock: LockPolicy::None, ..FileOptions::default() };
     let file = FileStorage::from_fd(copy, &target.display().to_string(), &options).map_err(PackError::storage)?;
-    let Some(encryption) = encryption else { return Ok(file) };
-    let mut create = luks::CreateOptions::new(encryption.passphrase.clone());
-    create.header.iter_time = encryption.iter_time;
-    block_on(luks::create(&*file, &create))?;
-    Ok(Arc::new(block_on(luks::open(file, &encryption.passphrase))?))
+    let passphrase = match (inherited, encryption) {
+        (Some(LuksHeader { bytes, passphrase }), _) => {
+            block_on(file.write(0, Buffer::from_slice(bytes).into())).map_err(PackError::storage)?;
+            passphrase
+        }
+        (None, Some(encryption)) => {
+            let mut create = luks::CreateOptions::new(encryption.passphrase.clone());
+            create.header.iter_time = encryption.iter_time;
+            block_on(luks::create(&*file, &create))?;
+            &encryption.passphrase
+        }
+        (None, None) => return Ok(file),
+    };
+    Ok(Arc::new(block_on(luks::open(file, passphrase))?))
 }
 
 /// The state that the threads share.

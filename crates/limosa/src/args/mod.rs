@@ -60,7 +60,10 @@ pub(crate) use serve_ctl::{
     ServeAddArgs, ServeBitmapArgs, ServeCommand, ServeCtlArgs, ServeCtlCommand, ServeEpochArgs, ServeKeeperArgs,
     ServedImageArgs,
 };
-pub(crate) use snapshot::{ListSnapshotsArgs, NewSnapshotArgs, SealArgs, SnapshotArgs, SnapshotCommand};
+pub(crate) use snapshot::{
+    ListSnapshotsArgs, MergeSnapshotArgs, NewSnapshotArgs, PruneSnapshotsArgs, RebaseSnapshotArgs, RemoveSnapshotsArgs,
+    RepackArgs, SealArgs, SnapshotArgs, SnapshotCommand,
+};
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};
 pub(crate) use working_set::{RECORDED_BY_DEFAULT, ReadAheadArg, WorkingSetArgs};
 
@@ -109,7 +112,7 @@ pub(crate) enum Command {
     Unpack(UnpackArgs),
     /// Show the contents of a snapshot, a recorded migration stream or a libvirt save image
     Inspect(InspectArgs),
-    /// List the snapshots of a directory; make one mappable
+    /// List, rebase, merge, remove and prune the snapshots of a directory; make one mappable
     Snapshot(SnapshotArgs),
     /// Create, inspect, check and convert disk images; compatible with qemu-img
     Img(ImgArgs),

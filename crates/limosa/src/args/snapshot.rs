@@ -1,8 +1,11 @@
 //! The arguments of `limosa snapshot`, and what every command takes that makes a snapshot.
 
+use std::ffi::OsString;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use limosa_pack::DEFAULT_LEVEL;
 use limosa_snapshot::{Durability, WriteOptions};
 
 use super::KeyArgs;
@@ -49,6 +52,14 @@ pub(crate) enum SnapshotCommand {
     Seal(SealArgs),
     /// List the snapshots of a directory, and which of them stand on which
     List(ListSnapshotsArgs),
+    /// Remove snapshots that no other file of their directory stands on
+    Rm(RemoveSnapshotsArgs),
+    /// Have a packed snapshot stand on another base, or on none, without changing what it holds
+    Rebase(RebaseSnapshotArgs),
+    /// Remove a packed snapshot that others stand on; these take over what they need of it
+    Merge(MergeSnapshotArgs),
+    /// Remove the old packed snapshots of a directory; those that stay take over what they need of them
+    Prune(PruneSnapshotsArgs),
 }
 
 #[derive(Debug, Args)]
@@ -63,6 +74,102 @@ pub(crate) struct ListSnapshotsArgs {
     /// Print one JSON object on stdout
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RemoveSnapshotsArgs {
+    /// The snapshots. One that another one of them stands on may come before it
+    #[arg(value_name = "SNAPSHOT", required = true)]
+    pub(crate) snapshots: Vec<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) ignore: IgnoreArgs,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
+
+    /// Print one JSON object on stdout when done
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Files of a directory that are not looked into.
+#[derive(Debug, Args)]
+pub(crate) struct IgnoreArgs {
+    /// A file of the directory that stands on none of its snapshots, for one that limosa cannot look into. May be given
+    /// several times
+    #[arg(long, value_name = "NAME")]
+    pub(crate) ignore: Vec<OsString>,
+}
+
+/// How snapshots are packed again.
+#[derive(Debug, Args)]
+pub(crate) struct RepackArgs {
+    /// Level of zstd for what is packed again
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_LEVEL, value_parser = clap::value_parser!(u8).range(1..=22))]
+    pub(crate) level: u8,
+
+    #[command(flatten)]
+    pub(crate) ignore: IgnoreArgs,
+
+    #[command(flatten)]
+    pub(crate) key: KeyArgs,
+
+    /// Print one JSON object on stdout when done
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("onto").required(true).args(["base", "whole"])))]
+pub(crate) struct RebaseSnapshotArgs {
+    /// The snapshot
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    /// The new base: a packed snapshot in the same directory
+    #[arg(long, value_name = "SNAPSHOT")]
+    pub(crate) base: Option<PathBuf>,
+
+    /// Have it stand on nothing
+    #[arg(long)]
+    pub(crate) whole: bool,
+
+    #[command(flatten)]
+    pub(crate) repack: RepackArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MergeSnapshotArgs {
+    /// The snapshot, which is removed
+    #[arg(value_name = "SNAPSHOT")]
+    pub(crate) snapshot: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) repack: RepackArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("rules").required(true).multiple(true).args(["keep_last", "keep_daily"])))]
+pub(crate) struct PruneSnapshotsArgs {
+    /// The directory
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
+
+    /// Keep the newest N snapshots of each VM
+    #[arg(long, value_name = "N")]
+    pub(crate) keep_last: Option<NonZeroUsize>,
+
+    /// Keep the newest snapshot of each day (UTC), of the newest N days with snapshots of the VM
+    #[arg(long, value_name = "N")]
+    pub(crate) keep_daily: Option<NonZeroUsize>,
+
+    /// Only say what would be done
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+
+    #[command(flatten)]
+    pub(crate) repack: RepackArgs,
 }
 
 #[derive(Debug, Args)]

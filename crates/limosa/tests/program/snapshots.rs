@@ -1,55 +1,207 @@
-//! `limosa snapshot list`: the snapshots of a directory, and which stands on which.
+//! `limosa snapshot`: a directory of packed snapshots is listed and thinned out, also by kills; what stays comes back.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use serde_json::json;
+use limosa_migrate::Handle;
+use limosa_pack::{open_snapshot, unpack};
+use limosa_snapshot::{Durability, Manifest, UnnamedFile};
+use rustix::process::Signal;
+use serde_json::{Value, json};
 
 use crate::snapshot_fixture as fixture;
-use crate::stage::limosa;
+use crate::stage::{Ended, limosa, start};
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn snapshot(words: &[&str]) -> Ended {
+    limosa([&["snapshot"], words].concat())
+}
+
+/// A chain of packed snapshots `1` to `COUNT`, and the plain ones in a directory beside them.
+struct Chain {
+    folder: tempfile::TempDir,
+    count: u64,
+}
+
+impl Chain {
+    fn new(count: u64, pages: u64) -> Self {
+        let folder = limosa_testkit::scratch().unwrap();
+        for directory in ["plain", "packed"] {
+            std::fs::create_dir(folder.path().join(directory)).unwrap();
+        }
+        let chain = Self { folder, count };
+        for number in 1..=count {
+            let mut writer = fixture::writer(&chain.plain(number), pages, fixture::QUICK);
+            for page in 0..pages {
+                fixture::put(&mut writer, 0, page, &[if page % 7 == number % 7 { page * number } else { page }]);
+            }
+            let mut manifest = Manifest::new();
+            manifest.vm_name = Some("vm".to_owned());
+            writer.finish(&fixture::tail("running"), manifest).unwrap();
+            let mut words = vec!["pack", "--no-sync"];
+            let (plain, packed, base) = (chain.plain(number), chain.packed(number), chain.packed(number - 1));
+            words.extend([text(&plain), text(&packed)]);
+            if number > 1 {
+                words.extend(["--base", text(&base)]);
+            }
+            limosa(words).success();
+        }
+        chain
+    }
+
+    fn directory(&self) -> PathBuf {
+        self.folder.path().join("packed")
+    }
+
+    fn plain(&self, number: u64) -> PathBuf {
+        self.folder.path().join(format!("plain/{number}"))
+    }
+
+    fn packed(&self, number: u64) -> PathBuf {
+        self.directory().join(number.to_string())
+    }
+
+    fn list(&self) -> Vec<Value> {
+        let listed = snapshot(&["list", "--json", text(&self.directory())]).json();
+        listed["snapshots"].as_array().unwrap().clone()
+    }
+
+    /// Expects that all that are there are what was saved.
+    #[track_caller]
+    fn assert_whole(&self) -> usize {
+        let there: Vec<_> = (1..=self.count).filter(|number| self.packed(*number).exists()).collect();
+        for number in &there {
+            let packed = open_snapshot(&self.packed(*number), None).unwrap_or_else(|error| panic!("{number}: {error}"));
+            let unpacked = self.folder.path().join("unpacked");
+            let pending = UnnamedFile::create(&unpacked, true).unwrap();
+            unpack(&packed, pending, Durability::Unsynced, &Handle::new()).unwrap();
+            assert!(std::fs::read(&unpacked).unwrap() == std::fs::read(self.plain(*number)).unwrap(), "{number}");
+        }
+        there.len()
+    }
+}
 
 #[test]
-fn a_directory_is_listed_with_what_each_snapshot_stands_on_and_what_cannot_be_restored() {
-    let folder = limosa_testkit::scratch().unwrap();
-    let path = |name: &str| folder.path().join(name);
-    let text = |path: &Path| path.to_str().unwrap().to_owned();
-    for number in 1..=3 {
-        let plain = path(&format!("plain-{number}"));
-        let mut writer = fixture::writer(&plain, 100, fixture::QUICK);
-        for page in 0..100 {
-            fixture::put(&mut writer, 0, page, &[page + u64::from(page == number)]);
-        }
-        writer.finish(&fixture::tail("running"), limosa_snapshot::Manifest::new()).unwrap();
-        let (packed, base) = (text(&path(&format!("{number}.qcow2"))), text(&path(&format!("{}.qcow2", number - 1))));
-        let plain = text(&plain);
-        let mut words = vec!["pack", "--no-sync", &plain, &packed];
-        if number > 1 {
-            words.extend(["--base", &base]);
-        }
-        limosa(words).success();
-    }
-    let again = path("again");
-    std::fs::rename(path("plain-1"), &again).unwrap();
-    for number in 2..=3 {
-        std::fs::remove_file(path(&format!("plain-{number}"))).unwrap();
-    }
+fn a_directory_is_listed_rebased_merged_and_pruned() {
+    let chain = Chain::new(4, 600);
+    let listed = chain.list();
+    assert_eq!(listed.len(), 4);
+    assert_eq!(listed.iter().find(|entry| entry["name"] == "3").unwrap()["base"], json!("2"));
+    let people = snapshot(&["list", text(&chain.directory())]).success();
+    assert!(people.stdout.contains("3 on 2"), "{}", people.stdout);
+    let (one, two, three, four) = (chain.packed(1), chain.packed(2), chain.packed(3), chain.packed(4));
+    snapshot(&["rm", text(&two)]).one_line(&["2: 3 stands on it", "limosa snapshot merge"]);
+    snapshot(&["rebase", text(&four), "--base", text(&chain.plain(1))]).one_line(&["another directory"]);
     // Nothing that others stand on is replaced, not even by what stands on them.
-    let (again, one, two, three) =
-        (text(&again), text(&path("1.qcow2")), text(&path("2.qcow2")), text(&path("3.qcow2")));
-    limosa(["pack", &again, &one, "--force"]).one_line(&["2.qcow2 stands on it"]);
-    limosa(["pack", &again, &one, "--force", "--base", &three]).one_line(&["would be replaced"]);
-    limosa(["unpack", &three, &two, "--force"]).one_line(&["3.qcow2 stands on it"]);
-    std::fs::remove_file(&again).unwrap();
-    let directory = text(folder.path());
-    let list = || limosa(["snapshot", "list", "--json", &directory]).json();
-    let listed = list();
-    let bases: Vec<_> = listed["snapshots"].as_array().unwrap().iter().map(|entry| &entry["base"]).collect();
-    assert_eq!(bases, [&json!(null), &json!("1.qcow2"), &json!("2.qcow2")], "{listed}");
-    let people = limosa(["snapshot", "list", &directory]).success();
-    assert!(people.stdout.contains("3.qcow2 on 2.qcow2"), "{}", people.stdout);
-    std::fs::remove_file(path("1.qcow2")).unwrap();
-    let listed = list();
-    let faults = listed["snapshots"].as_array().unwrap().iter().filter(|entry| entry["fault"].is_string()).count();
-    assert_eq!(faults, 2, "{listed}");
-    let people = limosa(["snapshot", "list", &directory]).success();
-    assert!(people.stdout.contains("cannot be restored: 2.qcow2: "), "{}", people.stdout);
+    let again = chain.plain(1);
+    limosa(["pack", text(&again), text(&one), "--force"]).one_line(&["2 stands on it"]);
+    limosa(["pack", text(&again), text(&one), "--force", "--base", text(&four)]).one_line(&["would be replaced"]);
+    limosa(["unpack", text(&four), text(&two), "--force"]).one_line(&["3 stands on it"]);
+    assert_eq!(chain.assert_whole(), 4);
+    let rebased = snapshot(&["rebase", text(&four), "--base", text(&one), "--json"]).json();
+    assert!(rebased["base_bytes"].as_u64().unwrap() > 0, "{rebased}");
+    assert_eq!(chain.assert_whole(), 4);
+    let merged = snapshot(&["merge", text(&two), "--json"]).json();
+    assert_eq!(merged["removed"], json!(["2"]), "{merged}");
+    assert_eq!(chain.assert_whole(), 3);
+    let said = snapshot(&["prune", text(&chain.directory()), "--keep-last", "2", "--dry-run", "--json"]).success();
+    assert!(said.stderr.contains("would have 3 stand on nothing"), "{}", said.stderr);
+    let planned: Value = serde_json::from_str(&said.stdout).unwrap();
+    assert_eq!(planned["would_remove"], json!(["1"]), "{planned}");
+    let whole = ["3", "4"].map(|name| json!({ "snapshot": name, "base": null }));
+    assert_eq!(planned["would_rebase"], json!(whole));
+    assert_eq!(chain.assert_whole(), 3);
+    snapshot(&["prune", text(&chain.directory()), "--keep-last", "2"]).success();
+    assert_eq!(chain.assert_whole(), 2);
+    // In any order of the command line.
+    snapshot(&["rebase", text(&four), "--base", text(&three)]).success();
+    snapshot(&["rm", text(&three), text(&four)]).success();
+    assert_eq!(chain.assert_whole(), 0);
+    assert_eq!(snapshot(&["prune", text(&chain.directory())]).status.code(), Some(2), "without a rule");
+}
+
+#[test]
+fn what_limosa_cannot_look_into_keeps_everything_until_it_is_ignored() {
+    let chain = Chain::new(3, 600);
+    let odd = chain.directory().join("odd");
+    std::fs::write(&odd, b"QFI\xfb and nothing that limosa knows").unwrap();
+    let three = chain.packed(3);
+    snapshot(&["rm", text(&three)]).one_line(&["odd: whether it stands on another snapshot", "--ignore NAME"]);
+    let directory = chain.directory();
+    let prune = ["prune", text(&directory), "--keep-last", "1"];
+    snapshot(&prune).one_line(&["odd: may stand on any other one", "--ignore"]);
+    assert_eq!(chain.assert_whole(), 3);
+    // Each file that stays is named, and the others go.
+    std::fs::write(directory.join("notes"), "text").unwrap();
+    let (notes, odd) = (directory.join("notes"), text(&odd));
+    let removed = snapshot(&["rm", "--json", "--ignore", "odd", text(&notes), odd, text(&three), text(&three)]);
+    assert_eq!(removed.status.code(), Some(1));
+    let object: Value = serde_json::from_str(&removed.stdout).unwrap();
+    assert_eq!(object["removed"].as_array().unwrap().len(), 1, "{object}");
+    assert_eq!(object["failed"].as_array().unwrap().len(), 2, "{object}");
+    snapshot(&[&prune[..], &["--ignore", "odd"]].concat()).success();
+    assert_eq!(chain.assert_whole(), 1);
+    assert!(notes.exists() && Path::new(odd).exists());
+}
+
+/// Kills of each kind, at moments that are spread over a run: `LIMOSA_PACK_KILLS`.
+fn kills() -> u64 {
+    std::env::var("LIMOSA_PACK_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(12)
+}
+
+/// Starts a command again and again, kills it, and expects after each time that all that is there is whole. Returns how
+/// often it was killed before its end.
+fn kill_repeatedly(chain: &Chain, words: impl Fn(u64) -> Vec<String>, check: impl Fn()) -> u64 {
+    let mut killed = 0;
+    for turn in 0..kills() {
+        let running = start(words(turn));
+        std::thread::sleep(Duration::from_micros(2000 + turn * 7919 % 110_000));
+        running.signal(Signal::KILL);
+        killed += u64::from(!running.wait().status.success());
+        let broken: Vec<_> = chain.list().into_iter().filter(|entry| !entry["fault"].is_null()).collect();
+        assert!(broken.is_empty(), "{broken:?}");
+        check();
+        chain.assert_whole();
+    }
+    killed
+}
+
+fn strings(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+#[test]
+fn pruning_that_is_killed_at_any_moment_loses_nothing_that_stays_and_is_repeated() {
+    let chain = Chain::new(5, 3000);
+    let directory = chain.directory();
+    let words = ["snapshot", "prune", text(&directory), "--keep-last", "2"];
+    let stays = || assert!(chain.packed(4).exists() && chain.packed(5).exists());
+    let killed = kill_repeatedly(&chain, |_| strings(&words), stays);
+    assert!(killed > 0, "killed {killed} times");
+    limosa(words).success();
+    assert_eq!(chain.assert_whole(), 2);
+}
+
+#[test]
+fn rebasing_and_merging_that_are_killed_at_any_moment_lose_nothing() {
+    let chain = Chain::new(5, 3000);
+    let (one, three) = (chain.packed(1), chain.packed(3));
+    let rebase = |turn: u64| match turn % 2 {
+        0 => strings(&["snapshot", "rebase", text(&three), "--whole"]),
+        _ => strings(&["snapshot", "rebase", text(&three), "--base", text(&one)]),
+    };
+    let killed = kill_repeatedly(&chain, rebase, || assert_eq!(chain.list().len(), 5));
+    assert!(killed > 0, "killed {killed} times");
+    snapshot(&["rebase", text(&three), "--base", text(&chain.packed(2))]).success();
+    let merge = |_| strings(&["snapshot", "merge", text(&three)]);
+    kill_repeatedly(&chain, merge, || assert!(chain.list().len() >= 4 && chain.packed(4).exists()));
+    if three.exists() {
+        let ended = limosa(["snapshot", "merge", text(&three)]);
+        // It was merged already if nothing stands on it any more.
+        assert!(ended.status.success() || ended.stderr.contains("no snapshot stands on it"), "{}", ended.stderr);
+    }
+    assert!(chain.assert_whole() >= 4);
 }

@@ -1,30 +1,27 @@
 //! Snapshots of a directory: listed, removed, rebased, merged, pruned; what stays comes back.
 
-use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::time::SystemTime;
 
 use limosa_migrate::Handle;
-use limosa_pack::{
-    Base, PackError, PackOptions, PruneStep, Retention, SnapshotDirectory, open_snapshot, pack, plan_prune,
-};
+use limosa_pack::{PackError, PackOptions, PrunePlan, Retention, SnapshotDirectory, open_snapshot, plan_prune};
 use limosa_page::error_with_causes;
-use limosa_snapshot::{Snapshot, SnapshotError, UnnamedFile};
-use proptest::prelude::*;
+use limosa_snapshot::{Snapshot, SnapshotError};
 
 use crate::{assert_same, encrypted, options, pack_file, passphrase, snapshot};
 
-fn text(error: &PackError) -> String {
+pub(crate) fn text(error: &PackError) -> String {
     error_with_causes(error)
 }
 
-fn name(name: &str) -> &OsStr {
+pub(crate) fn name(name: &str) -> &OsStr {
     OsStr::new(name)
 }
 
 /// Snapshots `a` to `d`, and packed in a chain `1` to `4`; the plain ones are in a directory of their own.
-fn chain(directory: &Path, how: &PackOptions) -> SnapshotDirectory {
+pub(crate) fn chain(directory: &Path, how: &PackOptions) -> SnapshotDirectory {
     std::fs::create_dir(directory.join("plain")).unwrap();
     let mut base = None;
     for number in 1..=4_u64 {
@@ -38,14 +35,14 @@ fn chain(directory: &Path, how: &PackOptions) -> SnapshotDirectory {
 }
 
 #[track_caller]
-fn assert_readable(directory: &Path, names: &[&str]) {
+pub(crate) fn assert_readable(directory: &Path, names: &[&str]) {
     for name in names {
         let packed = open_snapshot(&directory.join(name), Some(&passphrase())).unwrap();
         assert_same(&Snapshot::open(&directory.join("plain").join(name)).unwrap(), &packed);
     }
 }
 
-fn bases(directory: &SnapshotDirectory) -> Vec<(OsString, Option<OsString>)> {
+pub(crate) fn bases(directory: &SnapshotDirectory) -> Vec<(OsString, Option<OsString>)> {
     let mut bases: Vec<_> = directory.list().unwrap().into_iter().map(|entry| (entry.name, entry.base)).collect();
     bases.sort();
     bases
@@ -123,34 +120,47 @@ fn one_that_is_merged_is_gone_and_the_others_are_as_they_were() {
     let source = folder.path().join("plain/5");
     snapshot(&source, 600, &[(1, 1), (300, 9)]);
     pack_file(&source, &folder.path().join("5"), Some(&folder.path().join("2")), &options());
-    directory.merge(name("2"), &options(), &Handle::new()).unwrap();
+    let mut rebased = 0;
+    directory.merge(name("2"), &options(), &Handle::new(), |_| rebased += 1).unwrap();
+    assert_eq!(rebased, 2);
     assert_readable(folder.path(), &["1", "3", "4", "5"]);
     let one = Some(OsString::from("1"));
     let expected = [("1", None), ("3", one.clone()), ("4", Some("3".into())), ("5", one)];
     assert_eq!(bases(&directory), expected.map(|(name, base)| (OsString::from(name), base)));
-    let error = directory.merge(name("4"), &options(), &Handle::new()).unwrap_err();
+    let error = directory.merge(name("4"), &options(), &Handle::new(), |_| ()).unwrap_err();
     assert!(text(&error).contains("no snapshot stands on it"), "{error}");
 }
 
 #[test]
-fn another_file_in_the_place_of_the_base_is_still_found_after_a_rebase() {
+fn a_base_is_known_under_every_form_that_it_had_and_under_no_other() {
     let folder = tempfile::tempdir().unwrap();
     let directory = chain(folder.path(), &options());
-    let old = std::fs::read(folder.path().join("3")).unwrap();
+    let path = folder.path().join("3");
+    let old = std::fs::read(&path).unwrap();
     directory.rebase(name("3"), None, &options(), &Handle::new()).unwrap();
-    std::fs::write(folder.path().join("3"), old).unwrap();
+    let new = std::fs::read(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    pack_file(&folder.path().join("plain/3"), &path, None, &options());
     let error = open_snapshot(&folder.path().join("4"), None).unwrap_err();
     assert!(text(&error).contains("was changed"), "{error}");
+    // Both hold the same: one from a backup, too.
+    for known in [old, new] {
+        std::fs::write(&path, known).unwrap();
+        assert_readable(folder.path(), &["3", "4"]);
+    }
 }
 
-fn carry_out(directory: &SnapshotDirectory, steps: Vec<PruneStep>, how: &PackOptions) {
-    for step in steps {
-        match step {
-            PruneStep::Rebase { name, base } => {
-                directory.rebase(&name, base.as_deref(), how, &Handle::new()).unwrap();
-            }
-            PruneStep::Remove { name } => directory.remove(&name).unwrap(),
-        }
+/// The plan of a prune to the newest snapshots.
+pub(crate) fn plan(directory: &SnapshotDirectory, last: usize) -> PrunePlan {
+    let mut retention = Retention::new();
+    retention.last = NonZeroUsize::new(last);
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+    plan_prune(&directory.list().unwrap(), &retention, now)
+}
+
+pub(crate) fn carry_out(directory: &SnapshotDirectory, plan: &PrunePlan) {
+    for step in &plan.steps {
+        directory.carry_out(step, &options(), &Handle::new()).unwrap();
     }
 }
 
@@ -158,83 +168,9 @@ fn carry_out(directory: &SnapshotDirectory, steps: Vec<PruneStep>, how: &PackOpt
 fn a_directory_is_pruned_to_its_newest_ones() {
     let folder = tempfile::tempdir().unwrap();
     let directory = chain(folder.path(), &encrypted());
-    let mut retention = Retention::new();
-    retention.last = NonZeroUsize::new(2);
-    // They are of the same second; then the name decides.
-    carry_out(&directory, plan_prune(&directory.list().unwrap(), &retention), &encrypted());
+    // They are of the same second; then the time of the file decides.
+    carry_out(&directory, &plan(&directory, 2));
     let expected = [("3", None), ("4", Some(OsString::from("3")))];
     assert_eq!(bases(&directory), expected.map(|(name, base)| (OsString::from(name), base)));
     assert_readable(folder.path(), &["3", "4"]);
-}
-
-/// Something that is done to a directory.
-#[derive(Debug, Clone)]
-enum Action {
-    /// Save with these pages, on a base that is there.
-    Save(BTreeMap<u64, u64>, prop::sample::Index, bool),
-    Rebase(prop::sample::Index, Option<prop::sample::Index>),
-    Merge(prop::sample::Index),
-    Prune(usize),
-}
-
-fn action() -> impl Strategy<Value = Action> {
-    let pages = || prop::collection::btree_map(0_u64..600, 0_u64..3, 0..40);
-    let index = any::<prop::sample::Index>;
-    prop_oneof![
-        4 => (pages(), index(), any::<bool>()).prop_map(|(pages, base, whole)| Action::Save(pages, base, whole)),
-        2 => (index(), prop::option::of(index())).prop_map(|(name, base)| Action::Rebase(name, base)),
-        1 => index().prop_map(Action::Merge),
-        1 => (2_usize..6).prop_map(Action::Prune),
-    ]
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(6))]
-    #[test]
-    fn whatever_is_done_to_a_directory_what_is_left_comes_back(
-        actions in prop::collection::vec(action(), 1..12),
-        secret: bool,
-    ) {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::create_dir(folder.path().join("plain")).unwrap();
-        let directory = SnapshotDirectory::new(folder.path(), Some(passphrase()));
-        let how = if secret { encrypted() } else { options() };
-        let handle = Handle::new();
-        let mut saved = 0;
-        for action in actions {
-            let there: Vec<OsString> = directory.list().unwrap().into_iter().map(|entry| entry.name).collect();
-            match action {
-                Action::Save(pages, base, whole) => {
-                    let new = format!("{saved:03}");
-                    saved += 1;
-                    let source = folder.path().join("plain").join(&new);
-                    snapshot(&source, 600, &pages.into_iter().collect::<Vec<_>>());
-                    let base = (!whole && !there.is_empty()).then(|| folder.path().join(base.get(&there)));
-                    let Ok(base) = base.map(|base| Base::open(&base, Some(&passphrase()))).transpose() else { continue };
-                    let pending = UnnamedFile::create(&folder.path().join(&new), false).unwrap();
-                    pack(&Snapshot::open(&source).unwrap(), pending, base.as_ref(), &how, &handle).unwrap();
-                }
-                Action::Rebase(one, base) if !there.is_empty() => {
-                    let base = base.map(|base| base.get(&there).as_os_str());
-                    // A loop, or a chain that is too long, is refused.
-                    let _ = directory.rebase(there[one.index(there.len())].as_os_str(), base, &how, &handle);
-                }
-                Action::Merge(one) if !there.is_empty() => {
-                    let _ = directory.merge(there[one.index(there.len())].as_os_str(), &how, &handle);
-                }
-                Action::Prune(last) => {
-                    let mut retention = Retention::new();
-                    retention.last = NonZeroUsize::new(last);
-                    carry_out(&directory, plan_prune(&directory.list().unwrap(), &retention), &how);
-                    prop_assert!(directory.list().unwrap().len() <= last);
-                }
-                Action::Rebase(..) | Action::Merge(_) => {}
-            }
-            for entry in directory.list().unwrap() {
-                prop_assert!(entry.fault.is_none(), "{entry:?}");
-                let packed = open_snapshot(&directory.path_of(&entry.name), Some(&passphrase())).unwrap();
-                assert_same(&Snapshot::open(&folder.path().join("plain").join(&entry.name)).unwrap(), &packed);
-            }
-        }
-    }
 }

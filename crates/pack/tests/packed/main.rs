@@ -2,6 +2,8 @@
 
 mod chains;
 mod directory;
+mod directory_losses;
+mod directory_random;
 #[path = "../../../snapshot/tests/snapshots/fixture/mod.rs"]
 mod fixture;
 mod hostile;
@@ -57,7 +59,9 @@ pub(crate) fn snapshot(target: &Path, pages: u64, contents: &[(u64, u64)]) -> Pa
         fixture::put(&mut writer, 0, *page, &[*seed]);
     }
     fixture::put(&mut writer, 1, 4, &[11, 12]);
-    writer.finish(&fixture::tail("running"), Manifest::new()).unwrap();
+    let mut manifest = Manifest::new();
+    manifest.vm_name = Some("vm".to_owned());
+    writer.finish(&fixture::tail("running"), manifest).unwrap();
     target.to_path_buf()
 }
 
