@@ -9,10 +9,11 @@ use limosa_image::luks::Passphrase;
 use limosa_snapshot::{Snapshot, SnapshotBytes};
 
 use crate::bytes::UnpackedBytes;
-use crate::chain::{Chain, DEPTH_LIMIT, Level};
+use crate::chain::{Chain, Level};
 use crate::contents::layout_difference;
 use crate::error::PackError;
 use crate::head::is_image;
+use crate::image::DEPTH_LIMIT;
 use crate::open::open_file;
 use crate::record::BaseRecord;
 

@@ -13,13 +13,12 @@ use crate::error::PackError;
 use crate::record::Record;
 
 /// The first bytes of an image.
-const MAGIC: &[u8; 4] = b"QFI\xfb";
+const MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// The head of an image.
 #[derive(Debug)]
 pub(crate) struct Head {
-    pub(crate) storage: Arc<FileStorage>,
-    /// The image in it: the same, or decrypted.
+    /// The image: what it is stored in, or that decrypted.
     pub(crate) contents: Arc<dyn Storage>,
     pub(crate) header: Header,
     pub(crate) record: Option<Record>,
@@ -28,59 +27,64 @@ pub(crate) struct Head {
 
 /// Returns whether a file begins as an image of a packed snapshot: qcow2, or LUKS.
 pub(crate) fn is_image(file: &File) -> bool {
-    begins_with(file, MAGIC) || is_encrypted(file)
+    use std::os::unix::fs::FileExt as _;
+    let mut start = [0; luks::MAGIC.len()];
+    // What cannot be read at an offset is a pipe, which no image is in.
+    file.read_exact_at(&mut start, 0).is_ok() && begins_as_image(&start)
 }
 
 /// Returns whether a file is a LUKS volume.
 pub(crate) fn is_encrypted(file: &File) -> bool {
-    begins_with(file, &luks::MAGIC)
+    use std::os::unix::fs::FileExt as _;
+    let mut start = [0; luks::MAGIC.len()];
+    file.read_exact_at(&mut start, 0).is_ok() && start == luks::MAGIC
 }
 
-fn begins_with(file: &File, magic: &[u8]) -> bool {
-    use std::os::unix::fs::FileExt as _;
-    let mut head = [0; 6];
-    let Some(head) = head.get_mut(..magic.len()) else { return false };
-    // What cannot be read at an offset is a pipe, which no image is in.
-    file.read_exact_at(head, 0).is_ok() && head == magic
+/// Returns whether the first bytes are those of an image: qcow2, or LUKS.
+pub(crate) fn begins_as_image(start: &[u8]) -> bool {
+    start.starts_with(&MAGIC) || start.starts_with(&luks::MAGIC)
+}
+
+/// Returns the first bytes of a storage, zeros behind its end: as many as [`begins_as_image`] needs.
+pub(crate) fn start_of(storage: &dyn Storage) -> Result<Vec<u8>, PackError> {
+    let start = Buffer::zeroed(luks::MAGIC.len());
+    let length = storage.length().map_err(PackError::storage)?;
+    let there = start.slice(0..usize::try_from(length).unwrap_or(usize::MAX));
+    block_on(storage.read(0, there.into())).map_err(PackError::storage)?;
+    Ok(start.to_vec())
 }
 
 impl Head {
-    /// Reads the head of a file that [`is_image`]; `None`: something else is encrypted in it. The options say whether
-    /// it is locked.
+    /// Reads the head of a storage that [`begins_as_image`]; `None`: something else is encrypted in it.
     pub(crate) fn read(
-        file: &File,
+        storage: Arc<dyn Storage>,
         path: &Path,
         passphrase: Option<&Passphrase>,
-        options: FileOptions,
     ) -> Result<Option<Self>, PackError> {
-        let options = FileOptions { io: Io::CallerThread, ..options };
-        let copy = file.try_clone().map_err(PackError::io("open it again", path))?;
-        let storage =
-            FileStorage::from_fd(copy.into(), &path.display().to_string(), &options).map_err(PackError::storage)?;
-        let is_encrypted = is_encrypted(file);
+        let is_encrypted = start_of(&*storage)?.starts_with(&luks::MAGIC);
         let contents: Arc<dyn Storage> = if is_encrypted {
             let passphrase = passphrase.ok_or_else(|| PackError::NoPassphrase { path: path.to_path_buf() })?;
-            Arc::new(block_on(luks::open(Arc::clone(&storage) as Arc<dyn Storage>, passphrase))?)
+            Arc::new(block_on(luks::open(storage, passphrase))?)
         } else {
-            Arc::clone(&storage) as Arc<dyn Storage>
+            storage
         };
-        if is_encrypted {
-            let start = Buffer::zeroed(MAGIC.len());
-            let is_long = contents.length().map_err(PackError::storage)? >= limosa_page::to_u64(MAGIC.len());
-            if is_long {
-                block_on(contents.read(0, start.clone().into())).map_err(PackError::storage)?;
-            }
-            if start.to_vec() != MAGIC {
-                return Ok(None);
-            }
+        if is_encrypted && !start_of(&*contents)?.starts_with(&MAGIC) {
+            return Ok(None);
         }
         let header = block_on(Header::read_for_reading(&*contents))?;
         let record = Record::of(&header).map_err(|what| PackError::Unsupported { path: path.to_path_buf(), what })?;
-        Ok(Some(Self { storage, contents, header, record, is_encrypted }))
+        Ok(Some(Self { contents, header, record, is_encrypted }))
     }
 
     /// The name of the file that the image stands on, as it has it.
     pub(crate) fn base_name(&self) -> Option<&OsStr> {
         self.header.backing.as_ref().map(|backing| backing.name.as_os_str())
     }
+}
+
+/// Opens a file as the storage of an image. The options say whether it is locked.
+pub(crate) fn storage_of(file: &File, path: &Path, options: FileOptions) -> Result<Arc<FileStorage>, PackError> {
+    let options = FileOptions { io: Io::CallerThread, ..options };
+    let copy = file.try_clone().map_err(PackError::io("open it again", path))?;
+    FileStorage::from_fd(copy.into(), &path.display().to_string(), &options).map_err(PackError::storage)
 }

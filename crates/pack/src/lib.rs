@@ -36,25 +36,27 @@ mod entry;
 mod equality;
 mod error;
 mod head;
+mod image;
 mod open;
 mod pack;
 mod pieces;
 mod record;
 mod retention;
 mod unpack;
+mod unpacked_disk;
 
 pub use base::Base;
-pub use bytes::CACHE;
-pub use chain::DEPTH_LIMIT;
 pub use directory::SnapshotDirectory;
 pub use entry::{SnapshotEntry, SnapshotFile};
 pub use error::PackError;
+pub use image::DEPTH_LIMIT;
 pub use open::{fuzz_open, is_packed, open_snapshot};
 pub use pack::{
     CLUSTER_SIZE, DEFAULT_ITER_TIME, DEFAULT_LEVEL, INCREMENT_CLUSTER_SIZE, PackEncryption, PackOptions, Packed, pack,
 };
 pub use retention::{PrunePlan, PruneStep, Retention, StayingSnapshot, plan_prune};
 pub use unpack::{UnpackedFile, unpack};
+pub use unpacked_disk::CACHE;
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

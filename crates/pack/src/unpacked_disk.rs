@@ -1,4 +1,4 @@
-//! The bytes of a packed snapshot, unpacked as they are asked for.
+//! The contents of images, unpacked as they are asked for.
 //!
 //! Law: **a fault waits for one block**, or for those of 1 MiB where checksums are verified. A block is the largest
 //! cluster of the chain. What was unpacked is kept in a
@@ -10,22 +10,15 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::error::Error;
 use std::fmt;
-use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::os::fd::{AsFd as _, BorrowedFd};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 
-use limosa_channel::Counters;
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_page::{to_u64, to_usize};
-use limosa_snapshot::{PackedSummary, SnapshotBytes};
 use limosa_storage::{Buffer, block_on};
 use parking_lot::{Condvar, Mutex};
-
-use crate::chain::Chain;
 
 /// Bytes of unpacked blocks that are kept.
 pub const CACHE: u64 = 32 << 20;
@@ -34,10 +27,11 @@ const BLOCK_LEAST: u64 = 16 << 10;
 /// Bytes that are unpacked ahead of a sequential reader.
 const AHEAD: u64 = 4 << 20;
 
-/// Bytes of the images of a chain.
-pub(crate) struct UnpackedBytes {
+/// The contents of images, unpacked.
+pub(crate) struct UnpackedDisk {
     shared: Arc<Shared>,
-    chain: Chain,
+    /// The most threads that unpack ahead.
+    most_threads: usize,
     /// Threads that unpack ahead, from the first time that several blocks are wanted.
     threads: OnceLock<Vec<JoinHandle<()>>>,
     /// Where the last read ended.
@@ -74,10 +68,11 @@ enum Block {
     Here(Buffer, bool),
 }
 
-impl UnpackedBytes {
-    pub(crate) fn new(chain: Chain) -> Self {
-        let block = chain.unit().max(BLOCK_LEAST);
-        let disk = Arc::clone(&chain.disk) as Arc<dyn Disk>;
+impl UnpackedDisk {
+    /// `unit`: the largest cluster of the images; reading less would unpack some twice. A thread waits for one block at
+    /// a time, so images that are far away want more threads than there are cores.
+    pub(crate) fn new(disk: Arc<dyn Disk>, unit: u64, most_threads: usize) -> Self {
+        let block = unit.max(BLOCK_LEAST);
         let shared = Shared {
             length: disk.len(),
             disk,
@@ -88,23 +83,54 @@ impl UnpackedBytes {
             is_closing: AtomicBool::new(false),
         };
         let last_end = AtomicU64::new(u64::MAX);
-        Self { shared: Arc::new(shared), chain, threads: OnceLock::new(), last_end }
+        Self { shared: Arc::new(shared), most_threads, threads: OnceLock::new(), last_end }
     }
 
-    pub(crate) const fn chain(&self) -> &Chain {
-        &self.chain
+    /// Its length in bytes.
+    pub(crate) fn length(&self) -> u64 {
+        self.shared.length
+    }
+
+    /// Reads all of `into` from `offset` on.
+    pub(crate) fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>> {
+        let shared = &self.shared;
+        let end = offset.checked_add(to_u64(into.len())).filter(|end| *end <= shared.length);
+        let end = end.ok_or_else(|| format!("it ends at {:#x}", shared.length))?;
+        let indexes = shared.blocks_of(&(offset..end));
+        let continues = self.last_end.swap(end, Ordering::Relaxed) == offset;
+        let until = if continues { end.saturating_add(AHEAD).min(shared.length) } else { end };
+        let is_one = indexes.end - indexes.start < 2 && !continues;
+        let mut asked = offset;
+        let mut rest = into;
+        for index in indexes {
+            let start = index * shared.block;
+            // In time, and not so much that one reader would drop it before it is read.
+            if !is_one && asked < until && start.saturating_add(AHEAD / 2) >= asked {
+                let next = start.max(offset).saturating_add(AHEAD).min(until);
+                self.ask(&(asked..next.max(asked)));
+                asked = next.max(asked);
+            }
+            let inside = offset.saturating_sub(start);
+            let count = (end - start).min(shared.block) - inside;
+            let (part, later) = rest.split_at_mut(to_usize(count));
+            rest = later;
+            let block = shared.get(index)?;
+            if block.copy_to(to_usize(inside), part) != part.len() {
+                return Err("a block is shorter than its bytes; this is a bug in limosa".into());
+            }
+        }
+        Ok(())
     }
 
     /// Has blocks unpacked that will be wanted soon.
     fn ask(&self, range: &Range<u64>) {
         self.threads.get_or_init(|| {
-            let count = thread::available_parallelism().map_or(1, NonZeroUsize::get);
             let start = |_| {
                 let shared = Arc::clone(&self.shared);
                 // Without it the readers unpack for themselves.
                 thread::Builder::new().name("unpack".into()).spawn(move || shared.work()).ok()
             };
-            (0..count).filter_map(start).collect()
+            (0..self.most_threads).filter_map(start).collect()
         });
         self.shared.ask(range);
     }
@@ -224,76 +250,13 @@ impl Blocks {
     }
 }
 
-impl SnapshotBytes for UnpackedBytes {
-    fn length(&self) -> u64 {
-        self.shared.length
-    }
-
-    fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>> {
-        let shared = &self.shared;
-        let end = offset.checked_add(to_u64(into.len())).filter(|end| *end <= shared.length);
-        let end = end.ok_or_else(|| format!("it ends at {:#x}", shared.length))?;
-        let indexes = shared.blocks_of(&(offset..end));
-        let continues = self.last_end.swap(end, Ordering::Relaxed) == offset;
-        let until = if continues { end.saturating_add(AHEAD).min(shared.length) } else { end };
-        let is_one = indexes.end - indexes.start < 2 && !continues;
-        let mut asked = offset;
-        let mut rest = into;
-        for index in indexes {
-            let start = index * shared.block;
-            // In time, and not so much that one reader would drop it before it is read.
-            if !is_one && asked < until && start.saturating_add(AHEAD / 2) >= asked {
-                let next = start.max(offset).saturating_add(AHEAD).min(until);
-                self.ask(&(asked..next.max(asked)));
-                asked = next.max(asked);
-            }
-            let inside = offset.saturating_sub(start);
-            let count = (end - start).min(shared.block) - inside;
-            let (part, later) = rest.split_at_mut(to_usize(count));
-            rest = later;
-            let block = shared.get(index)?;
-            if block.copy_to(to_usize(inside), part) != part.len() {
-                return Err("a block is shorter than its bytes; this is a bug in limosa".into());
-            }
-        }
-        Ok(())
-    }
-
-    fn find_change(&self) -> Option<String> {
-        let changed = self.chain.levels.iter().find(|level| level.has_changed());
-        changed.map(|level| format!("{} was written to", level.path.display()))
-    }
-
-    fn bases(&self) -> Vec<(BorrowedFd<'_>, &Path)> {
-        self.chain.levels.iter().skip(1).map(|level| (level.file.as_fd(), level.path.as_path())).collect()
-    }
-
-    fn counters(&self) -> Counters {
-        let mut sum = Counters::default();
-        for level in &self.chain.levels {
-            let counted = level.storage().counters().reads;
-            sum.calls_in = sum.calls_in.saturating_add(counted.operations);
-            sum.bytes_in = sum.bytes_in.saturating_add(counted.bytes);
-        }
-        sum
-    }
-
-    fn packed(&self) -> Option<PackedSummary> {
-        let top = self.chain.top();
-        let mut summary = PackedSummary::new(top.compression().to_owned(), top.cluster_size());
-        summary.encrypted = self.chain.levels.iter().all(|level| level.is_encrypted());
-        summary.bases = self.chain.levels.iter().skip(1).map(|level| level.path.display().to_string()).collect();
-        Some(summary)
-    }
-}
-
-impl fmt::Debug for UnpackedBytes {
+impl fmt::Debug for UnpackedDisk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UnpackedBytes").field("chain", &self.chain).finish_non_exhaustive()
+        f.debug_struct("UnpackedDisk").field("disk", &self.shared.disk).finish_non_exhaustive()
     }
 }
 
-impl Drop for UnpackedBytes {
+impl Drop for UnpackedDisk {
     fn drop(&mut self) {
         let blocks = self.shared.blocks.lock();
         self.shared.is_closing.store(true, Ordering::Relaxed);

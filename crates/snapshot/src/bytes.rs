@@ -1,7 +1,7 @@
 //! Snapshots whose bytes are not those of a file here: packed into images, or in an object store.
 //!
-//! Law: this crate knows no image format and no store. Who does lends the bytes of a mapped-ram file, and all that reads
-//! a snapshot reads those: layout, bitmaps, pages, checksums, trailer.
+//! Law: this crate knows no image format and no store. Who does lends the bytes of a mapped-ram file, and all that
+//! reads a snapshot reads those: layout, bitmaps, pages, checksums, trailer.
 
 use std::error::Error;
 use std::fmt::Debug;

@@ -17,9 +17,9 @@ use limosa_storage::{FileIdentity, FileOptions, LockPolicy};
 use uuid::Uuid;
 
 use super::SnapshotDirectory;
-use crate::chain::DEPTH_LIMIT;
 use crate::error::PackError;
-use crate::head::{Head, is_image};
+use crate::head::{Head, is_image, storage_of};
+use crate::image::DEPTH_LIMIT;
 use crate::open::open_file;
 use crate::record::{Record, TableDigest};
 
@@ -143,7 +143,7 @@ impl SnapshotDirectory {
         let image = if is_image(file) {
             let mut options = FileOptions::read_only_default();
             options.lock = LockPolicy::None;
-            let head = Head::read(file, path, self.passphrase.as_ref(), options)?;
+            let head = Head::read(storage_of(file, path, options)?, path, self.passphrase.as_ref())?;
             head.map(|head| Image { base_name: head.base_name().map(OsStr::to_os_string), record: head.record })
         } else {
             None

@@ -1,0 +1,83 @@
+//! The bytes of a packed snapshot whose images are files here.
+
+use std::error::Error;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+
+use limosa_channel::Counters;
+use limosa_image::Disk;
+use limosa_snapshot::{PackedSummary, SnapshotBytes};
+
+use crate::chain::Chain;
+use crate::image::Image;
+use crate::unpacked_disk::UnpackedDisk;
+
+/// Bytes of the images of a chain.
+#[derive(Debug)]
+pub(crate) struct UnpackedBytes {
+    disk: UnpackedDisk,
+    chain: Chain,
+}
+
+impl UnpackedBytes {
+    pub(crate) fn new(chain: Chain) -> Self {
+        let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let disk = Arc::clone(&chain.disk) as Arc<dyn Disk>;
+        Self { disk: UnpackedDisk::new(disk, unit(chain.levels.iter().map(AsRef::as_ref)), threads), chain }
+    }
+
+    pub(crate) const fn chain(&self) -> &Chain {
+        &self.chain
+    }
+}
+
+/// Returns the largest cluster of these images.
+pub(crate) fn unit<'a>(images: impl Iterator<Item = &'a Image>) -> u64 {
+    images.map(Image::cluster_size).max().unwrap_or(1 << 16)
+}
+
+/// Describes images that stand on each other, the topmost one first.
+pub(crate) fn summary<'a>(images: impl Iterator<Item = &'a Image>) -> Option<PackedSummary> {
+    let images: Vec<_> = images.collect();
+    let (top, bases) = images.split_first()?;
+    let mut summary = PackedSummary::new(top.compression().to_owned(), top.cluster_size());
+    summary.encrypted = images.iter().all(|image| image.is_encrypted());
+    summary.bases = bases.iter().map(|image| image.path.display().to_string()).collect();
+    Some(summary)
+}
+
+impl SnapshotBytes for UnpackedBytes {
+    fn length(&self) -> u64 {
+        self.disk.length()
+    }
+
+    fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>> {
+        self.disk.read_exact_at(into, offset)
+    }
+
+    fn find_change(&self) -> Option<String> {
+        let changed = self.chain.levels.iter().find(|level| level.has_changed());
+        changed.map(|level| format!("{} was written to", level.path.display()))
+    }
+
+    fn bases(&self) -> Vec<(BorrowedFd<'_>, &Path)> {
+        self.chain.levels.iter().skip(1).map(|level| (level.file.as_fd(), level.path.as_path())).collect()
+    }
+
+    fn counters(&self) -> Counters {
+        let mut sum = Counters::default();
+        for level in &self.chain.levels {
+            let counted = level.storage().counters().reads;
+            sum.calls_in = sum.calls_in.saturating_add(counted.operations);
+            sum.bytes_in = sum.bytes_in.saturating_add(counted.bytes);
+        }
+        sum
+    }
+
+    fn packed(&self) -> Option<PackedSummary> {
+        summary(self.chain.levels.iter().map(AsRef::as_ref))
+    }
+}
