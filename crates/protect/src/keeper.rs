@@ -12,8 +12,8 @@ use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{MigrationStatus, Monitor, Settings};
 use limosa_qemu::takeover::{Actor, Outcome, take_over};
 use limosa_qemu::{
-    EpochDisks, Heartbeat, JobContext, JobError, JobKind, JobRecord, JobRecordError, SocketDirectory, StartWatchdog,
-    Watchdog, WatchdogEnd,
+    EpochDisks, Heartbeat, JobContext, JobError, JobKind, JobPhase, JobRecord, JobRecordError, SocketDirectory,
+    StartWatchdog, Watchdog, WatchdogEnd,
 };
 use limosa_snapshot::{CheckpointBase, CheckpointDirectory};
 use serde_json::Value;
@@ -161,13 +161,19 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     let is_released = matches!(&done, Ok(Ended { seen: Seen { asked: true, .. } | Seen { gone: true, .. }, .. }));
     let left_standing = unprotected == Unprotected::StandsStill && !is_released;
     let Left { vm_state, tidied, stands_still } = if left_standing {
-        // It is its user's to continue: the record stays for that.
+        // It is its user's to continue: the record stays for that, and says if it runs elsewhere.
+        if is_failed_over {
+            record.phase = JobPhase::Undecided;
+            if let Err(error) = record.update(monitor) {
+                notice(&format!("QEMU does not know that its VM continues elsewhere ({error}): do not resume it"));
+            }
+        }
         let vm_state = monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string());
         Left { vm_state, tidied: true, stands_still: true }
+    let is_failed_over =
+        matches!(&done, Ok(Ended { kept: Kept { end: Err(error), .. }, .. }) if error.is_failed_over());
     } else {
-        if let Ok(Ended { kept: Kept { end: Err(error), .. }, .. }) = &done
-            && error.is_failed_over()
-        {
+        if is_failed_over {
             stop_for_good(monitor, &mut record, notice);
         }
         end(monitor, &record, options, notice)

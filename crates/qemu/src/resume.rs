@@ -46,7 +46,7 @@ pub enum ResumeError {
     /// A job lives, or its record cannot be read.
     #[error(transparent)]
     Record(#[from] JobRecordError),
-    /// The VM has been saved or migrated, and may run elsewhere.
+    /// The VM has been saved, migrated or failed over, and may run elsewhere.
     #[error("{why}; it may run elsewhere")]
     Elsewhere {
         /// Why it is stopped.
@@ -88,6 +88,9 @@ pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, Res
         Liveness::Alive => return Err(JobRecordError::Busy(Box::new(record)).into()),
         Liveness::Elsewhere if !options.force => return Err(JobRecordError::Elsewhere(Box::new(record)).into()),
         Liveness::Elsewhere | Liveness::Dead => {}
+    }
+    if record.job == JobKind::Protect && record.phase == JobPhase::Undecided && !options.force {
+        return Err(ResumeError::Elsewhere { why });
     }
     let takeover = take_over(monitor, &record, Actor::Person, (&options.disk_servers, options.timeout))?;
     Ok(Resumed { why, record: Some(record), takeover })
@@ -140,6 +143,7 @@ pub fn explain(record: Option<&JobRecord>, seen: &QemuState) -> String {
         (JobKind::Save, JobPhase::Undecided, _) => "was being handed over, and may run elsewhere",
         (JobKind::Save, JobPhase::Working | JobPhase::Publishing, _) => "was being saved",
         (JobKind::Restore, ..) => "was being restored",
+        (JobKind::Protect, JobPhase::Undecided, _) => "was being protected and was failed over",
         (JobKind::Protect, ..) => "was being protected",
     };
     match &record.failure {

@@ -9,8 +9,8 @@ use serde_json::json;
 
 use crate::line::Line;
 use crate::needs_newest_qemu;
-use crate::scene::Scene;
-use crate::stage::{Found, assert_beats, load_in_stock_qemu, wait_for};
+use crate::scene::{Scene, text};
+use crate::stage::{Found, assert_beats, limosa, load_in_stock_qemu, wait_for};
 
 const ANYWHERE: &str = "tcp:127.0.0.1:0";
 
@@ -160,6 +160,13 @@ fn a_vm_that_was_failed_over_meanwhile_does_not_run_at_its_old_place() {
         assert!(ended.stderr.contains("was failed over by the keeper"), "{}", ended.stderr);
         assert!(ended.stderr.contains("end it"), "{}", ended.stderr);
         thread::sleep(Duration::from_millis(200));
+        assert_ne!(protected.vm.run_state().unwrap(), "running", "{on_loss}");
+        // The one that stood still is in COLO, whose end would start it.
+        let refused = limosa(["resume", "--qmp", text(&protected.vm.qmp_socket())]);
+        assert_eq!(refused.status.code(), Some(1), "{on_loss}: {}", refused.stderr);
+        if on_loss == "pause" {
+            assert!(refused.stderr.contains("was failed over"), "{}", refused.stderr);
+        }
         assert_ne!(protected.vm.run_state().unwrap(), "running", "{on_loss}");
         failover.check_and_end();
     }

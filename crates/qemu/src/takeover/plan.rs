@@ -155,9 +155,12 @@ pub fn next_step(record: &JobRecord, seen: &QemuState, progress: &Progress, acto
     }
 }
 
-/// Checkpoints that have lost their keeper: the VM continues alone. Nobody else runs it.
+/// Checkpoints that have lost their keeper: the VM continues alone, unless it was failed over.
 fn protect(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor) -> Step {
     use MigrationStatus as M;
+    if record.phase == JobPhase::Undecided && actor == Actor::Watchdog {
+        return Step::Finish(Outcome::Undecided);
+    }
     // First of all: the VM has no network before, and ending the checkpoints may take a while.
     if !record.filters.is_empty() && !progress.filters_removed {
         return Step::RemoveFilters;
@@ -422,6 +425,17 @@ mod tests {
         }
         let step = next_step(&record, &seen("postmigrate", "completed"), &TIDY, Actor::Person);
         assert_eq!(step, Step::Continue);
+    }
+
+    #[test]
+    fn a_vm_that_was_failed_over_is_left_standing_still_by_the_watchdog() {
+        let record = JobRecord { phase: JobPhase::Undecided, ..record(JobKind::Protect, true) };
+        for run in RUN_STATES {
+            for migration in MIGRATION_STATES {
+                let step = next_step(&record, &seen(run, migration), &Progress::default(), Actor::Watchdog);
+                assert_eq!(step, Step::Finish(Outcome::Undecided), "{run} {migration}");
+            }
+        }
     }
 
     #[test]
