@@ -62,7 +62,7 @@ impl Exports {
     /// Returns whether the VM that was [dropped](Self::drop_after) last under this name is refused, however it comes
     /// back. The exports of another process know nothing of it.
     #[must_use]
-    pub fn refuse_dropped(&self, export: &str) -> bool {
+    pub fn refuses_dropped(&self, export: &str) -> bool {
         self.refusals.read().has_all(export)
     }
 

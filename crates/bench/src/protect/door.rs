@@ -39,7 +39,7 @@ pub(super) fn read_frame(mut stream: impl std::io::Read) -> std::io::Result<Vec<
     if length > LONGEST_FRAME {
         return Err(std::io::Error::other(format!("a frame of {length} bytes")));
     }
-    let mut frame = vec![0; usize::try_from(length).unwrap_or(0)];
+    let mut frame = vec![0; usize::try_from(length).map_err(std::io::Error::other)?];
     stream.read_exact(&mut frame)?;
     Ok(frame)
 }

@@ -105,7 +105,7 @@ fn ask(world: &mut UnixStream, count: usize, lost: &mut usize) -> Result<Vec<Dur
     while times.len() < count {
         thread::sleep(BETWEEN);
         let asked = Instant::now();
-        world.write_all(&question()).context("sending a frame")?;
+        world.write_all(&question()?).context("sending a frame")?;
         match answer(world, asked)? {
             true => times.push(asked.elapsed()),
             false => *lost += 1,
@@ -130,10 +130,10 @@ fn answer(world: &mut UnixStream, asked: Instant) -> Result<bool> {
 }
 
 /// An ARP request for the guest, which its kernel answers, with the length that QEMU's stream back end puts before it.
-fn question() -> Vec<u8> {
+fn question() -> Result<Vec<u8>> {
     let header = [0, 1, 8, 0, 6, 4, 0, 1];
     let frame = [&[0xff; 6][..], &WORLD_MAC, &[8, 6], &header, &WORLD_MAC, &WORLD, &[0; 6], &GUEST, &[0; 18]].concat();
-    [&u32::try_from(frame.len()).unwrap_or(0).to_be_bytes()[..], &frame].concat()
+    Ok([&u32::try_from(frame.len())?.to_be_bytes()[..], &frame].concat())
 }
 
 fn is_answer(frame: &[u8]) -> bool {

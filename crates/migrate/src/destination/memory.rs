@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::buffer::BUFFER_LEN;
 use super::multifd::{self, PageChannel, ReaderContext};
-use super::page_writer::{Landing, PageCounts, PageWriter, Target, WriterHandle};
+use super::page_writer::{PageCounts, PageWriter, Target, WriterHandle};
 use super::phase::{Package, Phase};
 use super::receiver::Receiver;
 use super::sync::MultifdSync;
@@ -103,7 +103,7 @@ impl Receiver<'_> {
         start: StreamSetup,
         sink: &mut S,
     ) -> Result<Phase, MigrateError> {
-        let (end, moved) = self.pages(&start, Landing::Sink(sink), Part::Stream)?;
+        let (end, moved) = self.pages(&start, Target::Sink(sink), Part::Stream)?;
         self.stats.normal_pages = moved.normal;
         self.stats.zero_pages = moved.zero;
         self.stats.resent_pages = moved.resent;
@@ -119,7 +119,7 @@ impl Receiver<'_> {
     pub(super) fn pages<S: PageSink + Send + ?Sized>(
         &mut self,
         start: &StreamSetup,
-        landing: Landing<'_, S>,
+        mut target: Target<'_, S>,
         part: Part,
     ) -> Result<(PagesEnd, MovedPages), MigrateError> {
         let role = Arc::clone(&self.role);
@@ -136,7 +136,6 @@ impl Receiver<'_> {
             channels: &role.pages,
             control: &role.control,
         };
-        let mut target = Target::new(landing, start);
         let end = thread::scope(|scope| {
             let writer = PageWriter::start(scope, &mut target, start, &counts)?;
             let threads = (0..).zip(&role.pages).map(|(id, channel)| {

@@ -24,7 +24,7 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, broken_invariant, invariant, to_u64};
 use limosa_stream::xbzrle;
 
-use super::aside::{Aside, Keep, Keeping};
+use super::aside::{Keep, Keeping};
 use crate::control::{MovedPages, Progress};
 use crate::error::MigrateError;
 use crate::pages::{PageError, PageMemory, PageSink, StreamSetup};
@@ -291,26 +291,11 @@ impl Filled {
 }
 
 /// Where pages go.
-pub(super) enum Landing<'a, S: ?Sized> {
+pub(super) enum Target<'a, S: ?Sized> {
     /// To the sink, as they come.
     Sink(&'a mut S),
     /// Kept in their buffers, and to the sink if there is no room for these.
-    Aside(&'a mut Aside, &'a mut S),
-}
-
-/// Where pages go, of a stream whose layout is known.
-pub(super) enum Target<'a, S: ?Sized> {
-    Sink(&'a mut S),
     Aside(Keeping<'a, S>),
-}
-
-impl<'a, S: PageSink + Send + ?Sized> Target<'a, S> {
-    pub(super) fn new(landing: Landing<'a, S>, setup: &StreamSetup) -> Self {
-        match landing {
-            Landing::Sink(sink) => Self::Sink(sink),
-            Landing::Aside(aside, sink) => Self::Aside(Keeping::new(aside, sink, setup)),
-        }
-    }
 }
 
 /// A buffer on its way, and the way back.

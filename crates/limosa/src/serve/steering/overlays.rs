@@ -35,7 +35,7 @@ impl Steering {
             // One that failed may have written a part.
             let is_written = done.writes > 0 || done.zeroes > 0 || done.failures > 0;
             // A server that was started since knows nobody.
-            let is_refused = self.exports.refuse_dropped(&request.name);
+            let is_refused = self.exports.refuses_dropped(&request.name);
             let recovered = json!({ "log": log, "epoch": epoch, "written": is_written, "vm-refused": is_refused });
             answer.insert("recovered".into(), recovered);
         }

@@ -16,10 +16,10 @@ use limosa_page::{to_u64, to_usize};
 use limosa_stream::colo::ColoMessage;
 use limosa_stream::{ErrorKind, ReturnMessage, StreamError};
 
-use super::aside::Aside;
+use super::aside::{Aside, Keeping};
 use super::incoming::ReceivedStream;
 use super::memory::{PagesEnd, Part};
-use super::page_writer::Landing;
+use super::page_writer::Target;
 use super::receiver::Receiver;
 use crate::error::MigrateError;
 use crate::pages::PageSink;
@@ -269,7 +269,7 @@ impl Checkpoints {
         sink: &mut S,
         timeout: Option<Duration>,
     ) -> Result<Checkpoint, MigrateError> {
-        self.receive_to(Landing::Sink(sink), timeout)
+        self.receive_to(Target::Sink(sink), timeout)
     }
 
     /// Receives the checkpoint as [`receive`](Self::receive) does, and keeps its pages `aside`, which takes less time.
@@ -283,12 +283,13 @@ impl Checkpoints {
         sink: &mut S,
         timeout: Option<Duration>,
     ) -> Result<Checkpoint, MigrateError> {
-        self.receive_to(Landing::Aside(aside, sink), timeout)
+        let target = Target::Aside(Keeping::new(aside, sink, &self.base.setup));
+        self.receive_to(target, timeout)
     }
 
     fn receive_to<S: PageSink + Send + ?Sized>(
         &mut self,
-        landing: Landing<'_, S>,
+        target: Target<'_, S>,
         timeout: Option<Duration>,
     ) -> Result<Checkpoint, MigrateError> {
         let announced = self.turn == Turn::Sent;
@@ -304,7 +305,7 @@ impl Checkpoints {
                 }
             }
             this.receiver.decoder.next_checkpoint(std::mem::take(&mut this.passed))?;
-            let (end, moved) = this.receiver.pages(&this.base.setup, landing, Part::Checkpoint)?;
+            let (end, moved) = this.receiver.pages(&this.base.setup, target, Part::Checkpoint)?;
             if end != PagesEnd::EndOfSections {
                 return Err(MigrateError::Protocol(format!("the pages of a checkpoint end with {end:?}")));
             }
