@@ -1,30 +1,33 @@
-//! Two hosts, which are network namespaces: after any loss of one, of a process there or of the cable between them, no
-//! request is missing that a client outside saw acknowledged.
+//! Two hosts, which are network namespaces: after any loss of one, of a process there, of the server of its disk or of
+//! the cable between them, no request is missing that a client outside saw acknowledged.
 //!
 //! The VM and `limosa protect --to` are on one host, `limosa keep --standby` on the other. The gate and the client are
-//! on a third. The guest keeps its database in memory: a keeper elsewhere has no disks.
+//! on a third. The guest has its database on a disk. Its image is on storage that both hosts reach; its server is on
+//! the VM's host, and is lost with that or survives it, or is lost alone.
 //!
 //! `LIMOSA_PROTECT_KILLS=100` loses something that often; `LIMOSA_PROTECT_SEED=N` begins with that seed. A seed is one
 //! guest, which lives through [`ROUNDS`] rounds.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use limosa_snapshot::Snapshot;
 use limosa_storage::testing::SeededRandom;
-use limosa_testkit::{Machine, Program, Series, is_alive, kill9, wait_gone};
+use limosa_testkit::{DiskFormat, Machine, Program, is_alive, kill9, wait_gone};
 use rustix::process::Signal;
 
+use crate::disks::Bed;
+use crate::file_system::{check_disk, make_disk};
 use crate::gate::networked;
 use crate::line::Line;
 use crate::needs_newest_qemu;
 use crate::network::{Namespace, network_skipped};
 use crate::requests::{Client, Counts, GUEST_MAC, guest, prepare};
 use crate::running::{Running, open_gate, qemu_below, signal};
-use crate::scene::{Scene, for_each_seed, text};
-use crate::stage::{start_command, wait_for, watchdog};
+use crate::scene::{for_each_seed, text};
+use crate::stage::{SOON, start_command, wait_for, watchdog};
 
 /// Rounds of a guest.
 const ROUNDS: u64 = 5;
@@ -34,13 +37,17 @@ const KEEPER: &str = "10.8.0.2";
 /// A loss.
 #[derive(Debug, Clone, Copy)]
 enum Loss {
-    /// The VM's host.
+    /// The VM's host. The server of its disk is elsewhere.
     Host,
+    HostAndServer,
     Vm,
     Protect,
     Keeper,
     Standby,
+    Server,
     VmAndKeeper,
+    VmAndServer,
+    KeeperAndServer,
     ProtectAndStandby,
     HostHangs,
     KeeperHangs,
@@ -50,17 +57,21 @@ enum Loss {
 
 impl Loss {
     fn draw(chance: &mut SeededRandom) -> Self {
-        match chance.below(11) {
+        match chance.below(15) {
             0 => Self::Host,
-            1 => Self::Vm,
-            2 => Self::Protect,
-            3 => Self::Keeper,
-            4 => Self::Standby,
-            5 => Self::VmAndKeeper,
-            6 => Self::ProtectAndStandby,
-            7 => Self::HostHangs,
-            8 => Self::KeeperHangs,
-            9 => Self::Cable(Duration::from_millis(chance.below(600))),
+            1 => Self::HostAndServer,
+            2 => Self::Vm,
+            3 => Self::Protect,
+            4 => Self::Keeper,
+            5 => Self::Standby,
+            6 => Self::Server,
+            7 => Self::VmAndKeeper,
+            8 => Self::VmAndServer,
+            9 => Self::KeeperAndServer,
+            10 => Self::ProtectAndStandby,
+            11 => Self::HostHangs,
+            12 => Self::KeeperHangs,
+            13 => Self::Cable(Duration::from_millis(chance.below(600))),
             _ => Self::Cable(Duration::from_secs(60)),
         }
     }
@@ -73,8 +84,9 @@ struct Hosts {
     vm: Option<Running>,
     protect: Option<(Program, u32)>,
     keeper: Option<Program>,
+    server: Option<Program>,
     _gate: Program,
-    scene: Scene,
+    bed: Bed,
     primary: Namespace,
     secondary: Namespace,
     world: Namespace,
@@ -84,21 +96,21 @@ struct Hosts {
 
 impl Hosts {
     /// A guest that answers, without protection.
-    fn new() -> Self {
-        let scene = Scene::of(|folder| {
-            let machine = Machine::linux(guest()).series(Series::Newest).memory(160 << 20);
-            networked(machine, folder)
-        });
+    fn new(format: DiskFormat) -> Self {
+        let machine = |folder: &Path| networked(Machine::linux(guest()), folder);
+        let bed = Bed::of(format, |folder| machine(folder).memory(160 << 20));
+        make_disk(&bed);
         let world = Namespace::with_tap(GUEST_MAC);
         let [primary, secondary] = Namespace::pair();
         // Without a grace of its own: a keeper that fails over by itself says how long output has to be held.
-        let gate = open_gate(&scene, &world, &[]);
-        let vm = scene.machine.start().unwrap();
-        prepare(&vm, None);
+        let gate = open_gate(&bed.scene, &world, &[]);
+        let server = Some(bed.serve(&[]));
+        let vm = bed.scene.machine.start().unwrap();
+        prepare(&vm, Some(0));
         let counts = Arc::default();
         let client = Some(Client::connect(&world, &counts));
         let (vm, protect, keeper) = (Some(Running::first(vm)), None, None);
-        Self { client, counts, vm, protect, keeper, _gate: gate, scene, primary, secondary, world, number: 0 }
+        Self { client, counts, vm, protect, keeper, server, _gate: gate, bed, primary, secondary, world, number: 0 }
     }
 
     fn client(&self) -> &Client {
@@ -110,7 +122,7 @@ impl Hosts {
     }
 
     fn at(&self, name: &str) -> PathBuf {
-        self.scene.path(&format!("{name}{}", self.number))
+        self.bed.path(&format!("{name}{}", self.number))
     }
 
     fn address(&self) -> String {
@@ -121,14 +133,15 @@ impl Hosts {
     fn line(&self) -> Vec<String> {
         let folder = self.at("host");
         std::fs::create_dir_all(&folder).unwrap();
-        let mut line = self.scene.machine.command_line(&folder).unwrap();
+        let mut line = self.bed.scene.machine.command_line(&folder).unwrap();
         line.extend(["-qmp".to_owned(), format!("unix:{},server=on,wait=off", self.at("qmp").display())]);
         line
     }
 
-    /// A shell command that kills the VM's host, and is over when that is dead.
+    /// A shell command that kills the VM's host, and is over when that is dead. The VM is first: a watchdog that saw
+    /// `limosa protect` end before it would end the epochs of its disk.
     fn fence(&self) -> String {
-        let pids = self.protect.iter().map(|(limosa, _)| limosa.pid()).chain([self.vm().pid]);
+        let pids = [self.vm().pid].into_iter().chain(self.protect.iter().map(|(limosa, _)| limosa.pid()));
         let each =
             |pid: u32| format!("kill -9 {pid}; while grep -q '^State:.[^Z]' /proc/{pid}/status; do sleep 0.01; done; ");
         format!("exec 2>/dev/null; {}true", pids.map(each).collect::<String>())
@@ -142,7 +155,8 @@ impl Hosts {
         }
         let mut command = self.secondary.command(env!("CARGO_BIN_EXE_limosa"));
         command.args(["keep", &self.address(), text(&self.at("kept")), "--standby", "--lost-after", "1s"]);
-        command.args(["--fence", &format!("sh {}", fence.display())]).args(more).arg("--").args(self.line());
+        command.args(["--fence", &format!("sh {}", fence.display()), "--disk-server", &self.bed.control()]);
+        command.args(more).arg("--").args(self.line());
         let keeper = start_command(command);
         wait_for("the keeper to listen", || {
             assert!(keeper.is_running(), "limosa ended: {}", keeper.stderr());
@@ -162,7 +176,8 @@ impl Hosts {
         let to = line.map_or_else(|| self.address(), Line::uri);
         let mut command = self.primary.command(env!("CARGO_BIN_EXE_limosa"));
         command.args(["protect", "--qmp"]).arg(&self.vm().qmp).args(["--to", &to, "--lost-after", "1s"]);
-        command.arg("--gate").arg(self.scene.path("gate")).args(more).env("TMPDIR", self.scene.path("tmp"));
+        command.arg("--gate").arg(self.bed.path("gate")).args(["--disk-server", &self.bed.control()]).args(more);
+        command.env("TMPDIR", self.bed.path("tmp"));
         command.env_remove("XDG_RUNTIME_DIR");
         let limosa = start_command(command);
         self.wait_kept(&limosa, 3);
@@ -193,9 +208,11 @@ impl Hosts {
     /// Waits until the keeper has continued the VM, and the client is answered.
     fn wait_failed_over(&mut self) {
         let keeper = self.keeper.take().unwrap();
+        let begun = Instant::now();
         wait_for("the failover", || {
-            assert!(keeper.is_running(), "limosa ended: {}", keeper.stderr());
-            keeper.stderr().contains("the VM continues here").then_some(())
+            let said = keeper.stderr();
+            assert!(keeper.is_running() && begun.elapsed() < SOON / 2, "not failed over: {said}");
+            said.contains("the VM continues here").then_some(())
         });
         self.vm.take().unwrap().kill();
         self.vm = Some(Running::survivor(keeper, self.at("qmp")));
@@ -220,15 +237,36 @@ impl Hosts {
     /// Loses something, and waits until the client is answered again.
     fn lose(&mut self, loss: Loss) {
         let (limosa, dog) = self.protect.as_ref().map(|(limosa, dog)| (limosa.pid(), *dog)).unwrap();
-        let keeper = self.keeper.as_ref().unwrap().pid();
+        let [keeper, server] = [&self.keeper, &self.server].map(|program| program.as_ref().unwrap().pid());
         let standby = || wait_for("the standby", || qemu_below(keeper));
         let kill = |pid: u32| kill9(pid).unwrap();
         match loss {
             Loss::Host => self.kill_host(),
+            Loss::HostAndServer => {
+                kill(dog);
+                [server, limosa, self.vm().pid].into_iter().for_each(kill);
+                return self.fail_over_with_another_server();
+            }
             Loss::Vm => kill(self.vm().pid),
-            Loss::Protect => kill(limosa),
+            Loss::VmAndServer => {
+                [self.vm().pid, server].into_iter().for_each(kill);
+                return self.fail_over_with_another_server();
+            }
+            Loss::Server => {
+                kill(server);
+                // The VM stands still until it is fenced.
+                let (limosa, _) = self.protect.as_ref().unwrap();
+                wait_for("the end of the protection", || (!limosa.is_running()).then_some(()));
+                return self.fail_over_with_another_server();
+            }
             Loss::Standby => return kill(standby()),
-            Loss::ProtectAndStandby => [standby(), limosa].into_iter().for_each(kill),
+            Loss::Protect | Loss::ProtectAndStandby => {
+                if let Loss::ProtectAndStandby = loss {
+                    kill(standby());
+                }
+                kill(limosa);
+                return self.wait_let_go_or_failed_over();
+            }
             Loss::HostHangs => [limosa, dog, self.vm().pid].into_iter().for_each(|pid| signal(pid, Signal::STOP)),
             Loss::Keeper => {
                 let standby = standby();
@@ -238,11 +276,17 @@ impl Hosts {
                 wait_gone(standby);
                 return self.open_keeper(&FAILS_OVER);
             }
-            Loss::VmAndKeeper => {
+            Loss::VmAndKeeper | Loss::KeeperAndServer => {
                 let standby = standby();
                 kill(keeper);
-                kill(self.vm().pid);
+                kill(if let Loss::VmAndKeeper = loss { self.vm().pid } else { server });
                 wait_gone(standby);
+                self.keeper.take().unwrap().wait();
+                // The fence. A `limosa protect` whose VM stands still waits for its keeper.
+                let _ = kill9(self.vm().pid);
+                if let Loss::KeeperAndServer = loss {
+                    self.restart_server();
+                }
                 return self.fail_over_by_hand();
             }
             Loss::KeeperHangs => {
@@ -271,6 +315,47 @@ impl Hosts {
         }
     }
 
+    /// Starts the server of the disk again. The VM is off, or is killed now.
+    fn restart_server(&mut self) {
+        let _ = kill9(self.vm().pid);
+        wait_gone(self.vm().pid);
+        self.server.take().unwrap().wait();
+        // Nothing comes any more when both ends have seen it.
+        if let Some((limosa, _)) = &self.protect {
+            wait_for("the end of the protection", || (!limosa.is_running()).then_some(()));
+        }
+        wait_for("the keeper to notice", || {
+            self.keeper.as_ref().is_none_or(|keeper| keeper.stderr().contains(" is the last one")).then_some(())
+        });
+        let newest = self.newest().unwrap().to_string();
+        let server = self.bed.try_serve(&["--fenced", "--epoch", &newest]);
+        self.server = Some(server.unwrap_or_else(|| panic!("the disk is not as of checkpoint {newest}")));
+    }
+
+    /// Does what is documented for a VM whose disk has lost its server.
+    fn fail_over_with_another_server(&mut self) {
+        self.restart_server();
+        // A primary that had the time has said that its protection is over, and it takes its user. Otherwise the keeper
+        // tries again until there is a server.
+        if self.keeper.as_ref().unwrap().stderr().contains("its protection has ended; ") {
+            self.fail_over_by_hand();
+        } else {
+            self.wait_failed_over();
+        }
+    }
+
+    /// Waits until the keeper leaves a VM alone that was given its disk by the watchdog, or has failed it over before.
+    fn wait_let_go_or_failed_over(&mut self) {
+        let failed_over = wait_for("the watchdog or the standby", || {
+            let keeper = self.keeper.as_ref().unwrap().stderr();
+            let left_alone = keeper.contains("not failed over: ") && keeper.contains("its protection has ended");
+            left_alone.then_some(false).or_else(|| keeper.contains("the VM continues here").then_some(true))
+        });
+        if failed_over {
+            self.wait_failed_over();
+        }
+    }
+
     /// Waits until the primary is protected by the keeper again, or its standby has the VM.
     fn wait_back_or_failed_over(&mut self, before: Option<u64>) {
         let mut is_new = false;
@@ -289,12 +374,12 @@ impl Hosts {
         }
     }
 
-    /// Continues the VM from the directory of a keeper that is dead, on its host.
+    /// Continues the VM from the directory of the keeper, on its host.
     fn fail_over_by_hand(&mut self) {
-        self.keeper.take().unwrap().wait();
         self.vm.take().unwrap().kill();
         let mut command = self.secondary.command(env!("CARGO_BIN_EXE_limosa"));
-        command.args(["protect", "failover", "--fenced", text(&self.at("kept")), "--"]).args(self.line());
+        command.args(["protect", "failover", "--fenced", "--disk-server", &self.bed.control(), text(&self.at("kept"))]);
+        command.arg("--").args(self.line());
         let limosa = start_command(command);
         let answered = self.client().is_answered(3, || !limosa.is_running());
         assert!(answered, "limosa ended: {}", limosa.stderr());
@@ -305,6 +390,10 @@ impl Hosts {
         self.end_protection();
         self.client.take().unwrap().end();
         self.vm.take().unwrap().kill();
+        let server = self.server.take().unwrap();
+        server.signal(Signal::TERM);
+        server.wait().success();
+        check_disk(&self.bed, self.counts.acknowledged());
         self.counts.acknowledged()
     }
 }
@@ -320,7 +409,7 @@ fn whatever_becomes_of_two_hosts_no_request_is_missing_that_was_acknowledged() {
     }
     for_each_seed(3, ROUNDS, |seed, rounds| {
         let mut chance = SeededRandom::new(seed);
-        let mut hosts = Hosts::new();
+        let mut hosts = Hosts::new(if seed.is_multiple_of(2) { DiskFormat::Raw } else { DiskFormat::Qcow2 });
         for round in 1..=rounds {
             let every = ["20ms", "50ms", "event", "100ms"][usize::try_from(chance.below(4)).unwrap()];
             hosts.protect(None, &FAILS_OVER, &["--every", every, "--on-loss", "pause"]);
@@ -330,7 +419,7 @@ fn whatever_becomes_of_two_hosts_no_request_is_missing_that_was_acknowledged() {
             print!("seed {seed}, round {round}: {loss:?} at {every}");
             hosts.lose(loss);
             hosts.client().wait_answered(3);
-            hosts.client().audit(&hosts.world, false);
+            hosts.client().audit(&hosts.world, true);
             println!(", longest answer {:?}", hosts.counts.take_longest());
             hosts.end_protection();
         }
@@ -344,7 +433,7 @@ fn over_a_line_that_is_slow_and_stops_now_and_then_no_acknowledged_request_is_mi
     if network_skipped() {
         return;
     }
-    let mut hosts = Hosts::new();
+    let mut hosts = Hosts::new(DiskFormat::Qcow2);
     // It is where the primary is, as its connections are.
     let next = format!("tcp:{KEEPER}:{}", 4448);
     let line = hosts.primary.within(|| Line::to(&next));
@@ -360,7 +449,7 @@ fn over_a_line_that_is_slow_and_stops_now_and_then_no_acknowledged_request_is_mi
     hosts.client().wait_answered(3);
     hosts.kill_host();
     hosts.wait_failed_over();
-    hosts.client().audit(&hosts.world, false);
+    hosts.client().audit(&hosts.world, true);
     hosts.end();
 }
 
@@ -370,7 +459,7 @@ fn a_vm_that_continues_without_its_keeper_is_protected_again_and_nothing_acknowl
     if network_skipped() {
         return;
     }
-    let mut hosts = Hosts::new();
+    let mut hosts = Hosts::new(DiskFormat::Qcow2);
     // The keeper does not fail over by itself: the VM runs.
     hosts.protect(None, &[], &["--every", "50ms", "--on-loss", "continue"]);
     hosts.client().wait_answered(3);
@@ -393,7 +482,7 @@ fn a_vm_that_continues_without_its_keeper_is_protected_again_and_nothing_acknowl
     wait_for("the keeper to notice", || (losses() >= 2).then_some(()));
     hosts.keeper.as_ref().unwrap().signal(Signal::USR1);
     hosts.wait_failed_over();
-    hosts.client().audit(&hosts.world, false);
+    hosts.client().audit(&hosts.world, true);
     assert!(!is_alive(hosts.protect.as_ref().unwrap().1));
     hosts.end();
 }

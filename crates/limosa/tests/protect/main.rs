@@ -10,6 +10,7 @@ mod stage;
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod overlays;
 
+mod file_system;
 mod line;
 mod network;
 mod outside;

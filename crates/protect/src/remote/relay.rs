@@ -367,7 +367,9 @@ impl<'r> Turns<'r> {
             Ok(()) => {}
             Err(error) => {
                 let is_gone = ended
-                    || matches!(error, ProtectError::Qmp(error) | ProtectError::Job(JobError::Qmp(error)) if error.is_gone());
+                    || matches!(error, ProtectError::Qmp(error) | ProtectError::Job(JobError::Qmp(error)) if error.is_gone())
+                    // It may have been lost together with a server of its disks, whose end was seen first.
+                    || self.relay.vm.monitor.status().is_err_and(|error| error.is_gone());
                 let farewell = if is_gone { self.reason() } else { Some(Farewell::Unprotected) };
                 self.say_farewell(farewell);
             }
