@@ -1,9 +1,9 @@
 //! A protection from its first command to its end.
 
-use std::fmt;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use limosa_channel::{Channel, Listener, Options};
 use limosa_migrate::control::Stop;
@@ -533,9 +533,17 @@ fn why(end: Result<(), ProtectError>, seen: &Seen, options: &ProtectOptions) -> 
 /// Whether the channel was cut, by this side or the other.
 pub(crate) fn is_cut(error: &MigrateError) -> bool {
     match error {
-        MigrateError::Channel(error) => error.is_closed() || error.is_timeout(),
+        MigrateError::Channel(error) => {
+            error.is_closed() || error.is_timeout() || error.io_kind().is_some_and(is_given_up)
+        }
         MigrateError::Stream(error) => matches!(error.kind(), limosa_stream::ErrorKind::Truncated { .. }),
         MigrateError::Cancelled => true,
         _ => false,
     }
 }
+/// Whether the kernel has given a connection up: its probes were not answered, or the way to the peer is gone.
+const fn is_given_up(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind::{HostUnreachable, NetworkDown, NetworkUnreachable, TimedOut};
+    matches!(kind, TimedOut | HostUnreachable | NetworkUnreachable | NetworkDown)
+}
+

@@ -499,6 +499,8 @@ impl Primary for FarVm<'_> {
 mod tests {
     use std::io;
 
+    use limosa_channel::{ChannelError, Operation};
+
     use super::*;
 
     #[test]
@@ -508,5 +510,18 @@ mod tests {
         assert!(!is_of_the_line(&ProtectError::Migrate(MigrateError::Sink("a full disk".into()))));
         assert!(is_of_the_line(&ProtectError::Ended { reason: String::new() }));
         assert!(is_of_the_line(&ProtectError::Migrate(MigrateError::Cancelled)));
+    }
+
+    #[test]
+    fn a_connection_that_the_kernel_gives_up_is_a_line_that_is_lost() {
+        let failed = |kind: io::ErrorKind| {
+            let (operation, peer) = (Operation::Read, "tcp:10.8.0.1:4447".into());
+            let error = ChannelError::Io { operation, peer, offset: Some(7), source: kind.into() };
+            is_of_the_line(&ProtectError::Migrate(error.into()))
+        };
+        for kind in [io::ErrorKind::TimedOut, io::ErrorKind::HostUnreachable, io::ErrorKind::NetworkDown] {
+            assert!(failed(kind), "{kind:?}");
+        }
+        assert!(!failed(io::ErrorKind::OutOfMemory));
     }
 }
