@@ -229,7 +229,7 @@ impl<'a> Background<'a> {
         self.note_events();
         let begun = Instant::now();
         monitor.migrate(&self.listener.local_uri().to_string(), false).map_err(explain_background_refusal)?;
-        let channel = accept(monitor, handle, self.listener)?;
+        let channel = accept(monitor, handle, self.listener, 0)?.main;
         let received = Destination::new(sink, channel, handle).run();
         let received = received.and_then(|stream| stream.acknowledge().map(|()| stream));
         let stream = received.map_err(|error| self.reason(error.into()))?;

@@ -5,8 +5,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
-use limosa_channel::{Channel, Listener, Options};
+use limosa_channel::{Listener, Options};
 use limosa_migrate::control::Stop;
+use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
 use limosa_migrate::output::{OutputGate, OutputGates, OutputSignal};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{MigrationStatus, Monitor, Settings};
@@ -79,6 +80,9 @@ impl CheckpointTarget<'_> {
             Self::Keeper(_) if matches!(options.disks, ProtectDisks::Overlays(_)) => {
                 let why = "overlays are files of this host, which a keeper on another host does not have";
                 Err(ProtectError::Refused(why.into()))
+            }
+            Self::Keeper(_) if options.channels.is_some() => {
+                Err(ProtectError::Refused("a keeper on another host takes one channel".into()))
             }
             Self::Keeper(_) => Ok(()),
         }
@@ -160,6 +164,8 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
     // A stop continues it, and a QEMU that has ended leaves nothing to be done.
     let is_released = matches!(&done, Ok(Ended { seen: Seen { asked: true, .. } | Seen { gone: true, .. }, .. }));
     let left_standing = unprotected == Unprotected::StandsStill && !is_released;
+    let is_failed_over =
+        matches!(&done, Ok(Ended { kept: Kept { end: Err(error), .. }, .. }) if error.is_failed_over());
     let Left { vm_state, tidied, stands_still } = if left_standing {
         // It is its user's to continue: the record stays for that, and says if it runs elsewhere.
         if is_failed_over {
@@ -170,8 +176,6 @@ pub fn protect(request: ProtectRequest<'_>) -> Result<ProtectReport, ProtectErro
         }
         let vm_state = monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string());
         Left { vm_state, tidied: true, stands_still: true }
-    let is_failed_over =
-        matches!(&done, Ok(Ended { kept: Kept { end: Err(error), .. }, .. }) if error.is_failed_over());
     } else {
         if is_failed_over {
             stop_for_good(monitor, &mut record, notice);
@@ -350,9 +354,9 @@ impl Protection<'_> {
         let connect = || {
             monitor.qmp().take_events()?;
             monitor.migrate(&listener.local_uri().to_string(), false)?;
-            let channel = accept(monitor, handle, &listener)?;
+            let channels = accept(monitor, handle, &listener, options.channels.unwrap_or(0))?;
             found.expect_same_devices(monitor)?;
-            Ok::<_, ProtectError>(channel)
+            Ok::<_, ProtectError>(channels)
         };
         let (mut kept, mut seen) = match place {
             place if options.method == CheckpointMethod::Background => {
@@ -363,17 +367,17 @@ impl Protection<'_> {
                 }
             }
             Place::Here(base) => {
-                let channel = connect()?;
+                let MultifdChannels { main: channel, multifd } = connect()?;
                 let silence = Silence { reply: Some(options.stall_timeout), ..Silence::default() };
                 let (buffer, stall_timeout) = (options.buffer, options.stall_timeout);
                 let series = Series { primary: &vm, handle, began, kept, buffer, stall_timeout, silence };
-                let incoming = Incoming { channel, first_bytes: Vec::new(), manifest: found.series() };
+                let incoming = Incoming { channel, multifd, first_bytes: Vec::new(), manifest: found.series() };
                 let let_go = || handle.control.stop(Stop::Cancel);
                 let guard = Guard::new(&vm, Duration::ZERO, &let_go, heartbeat());
                 beside(guard, move || series.keep(incoming, *base))?
             }
             Place::There(Greeted { channel: keeper, disks }) => {
-                let channel = connect()?;
+                let channel = connect()?.main;
                 let (return_path, lost_after) = (found.return_path, options.lost_after);
                 let (qemu, keeper, disks) = (&channel, &keeper, disks.as_slice());
                 let relay = Relay { vm, qemu, keeper, disks, return_path, lost_after, began, kept };
@@ -460,13 +464,19 @@ fn beside(guard: Guard<'_>, series: impl FnOnce() -> Kept + Send) -> Result<(Kep
     })
 }
 
-/// Waits until QEMU has connected.
-pub(crate) fn accept(monitor: &Monitor, handle: &Handle, listener: &Listener) -> Result<Channel, ProtectError> {
-    let begun = Instant::now();
+/// Waits until QEMU has connected, with so many multifd channels.
+pub(crate) fn accept(
+    monitor: &Monitor,
+    handle: &Handle,
+    listener: &Listener,
+    channels: u8,
+) -> Result<MultifdChannels, ProtectError> {
+    // One channel needs no distinction.
+    let options = MultifdAcceptOptions { channels, timeout: CONNECT_WITHIN, main_first: channels == 0 };
+    let mut accepting = MultifdAccept::new(listener, options);
     loop {
-        match listener.accept(Some(ACCEPT_TICK)) {
-            Err(error) if error.is_timeout() && begun.elapsed() < CONNECT_WITHIN => {}
-            other => return Ok(other?),
+        if let Some(all) = accepting.poll(ACCEPT_TICK)? {
+            return Ok(all);
         }
         handle.control.check()?;
         let info = monitor.migration()?;
@@ -530,6 +540,12 @@ fn why(end: Result<(), ProtectError>, seen: &Seen, options: &ProtectOptions) -> 
     }
 }
 
+/// Whether the kernel has given a connection up: its probes were not answered, or the way to the peer is gone.
+const fn is_given_up(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind::{HostUnreachable, NetworkDown, NetworkUnreachable, TimedOut};
+    matches!(kind, TimedOut | HostUnreachable | NetworkUnreachable | NetworkDown)
+}
+
 /// Whether the channel was cut, by this side or the other.
 pub(crate) fn is_cut(error: &MigrateError) -> bool {
     match error {
@@ -537,13 +553,8 @@ pub(crate) fn is_cut(error: &MigrateError) -> bool {
             error.is_closed() || error.is_timeout() || error.io_kind().is_some_and(is_given_up)
         }
         MigrateError::Stream(error) => matches!(error.kind(), limosa_stream::ErrorKind::Truncated { .. }),
-        MigrateError::Cancelled => true,
+        MigrateError::Cancelled | MigrateError::MainEnded { .. } => true,
+        MigrateError::Multifd { source, .. } => is_cut(source),
         _ => false,
     }
 }
-/// Whether the kernel has given a connection up: its probes were not answered, or the way to the peer is gone.
-const fn is_given_up(kind: io::ErrorKind) -> bool {
-    use io::ErrorKind::{HostUnreachable, NetworkDown, NetworkUnreachable, TimedOut};
-    matches!(kind, TimedOut | HostUnreachable | NetworkUnreachable | NetworkDown)
-}
-

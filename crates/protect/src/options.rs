@@ -123,6 +123,9 @@ pub struct ProtectOptions {
     pub stall_timeout: Duration,
     /// Address to which QEMU connects; `None`: in a private directory, which takes a QEMU on this host that sees it.
     pub listen: Option<Uri>,
+    /// Multifd channels on which QEMU sends pages, beside the main one; `None`: on that alone. Of checkpoints by
+    /// [COLO](CheckpointMethod::Colo) in a directory of this host.
+    pub channels: Option<u8>,
     /// How long a keeper on another host may owe an answer, or be out of reach, while the VM runs.
     pub lost_after: Duration,
     /// Treatment of the VM when that keeper is lost.
@@ -158,6 +161,7 @@ impl Default for ProtectOptions {
             every: CheckpointTiming::Period(Duration::from_millis(100)),
             stall_timeout: Duration::from_secs(2),
             listen: None,
+            channels: None,
             lost_after: Duration::from_secs(3),
             on_loss: OnLoss::Continue,
             buffer: 128 << 20,

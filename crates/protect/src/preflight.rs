@@ -166,9 +166,12 @@ impl Preflight {
             .parameter("max-bandwidth", 0)
             .parameter("mode", "normal")
             .parameter("zero-page-detection", "legacy")
-            .parameter("tls-creds", "");
+            .parameter("tls-creds", "")
+            .capability("multifd", options.channels.is_some());
+        if let Some(channels) = options.channels {
+            wish = wish.parameter("multifd-channels", channels).parameter("multifd-compression", "none");
+        }
         for other in [
-            "multifd",
             "mapped-ram",
             "xbzrle",
             "rdma-pin-all",

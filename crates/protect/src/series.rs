@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_migrate::checkpoints::{Aside, Checkpoints, NextCheckpoint, NextState};
+use limosa_migrate::multifd::MultifdOptions;
 use limosa_migrate::stored::{Destination, DestinationOptions};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_snapshot::{CheckpointBase, CheckpointPair, Manifest};
@@ -56,6 +57,8 @@ pub(crate) struct Silence {
 /// The stream of a primary, and the record of its checkpoints.
 pub(crate) struct Incoming {
     pub(crate) channel: Channel,
+    /// Its multifd channels, by their numbers.
+    pub(crate) multifd: Vec<Channel>,
     /// Bytes of the stream that were read already.
     pub(crate) first_bytes: Vec<u8>,
     pub(crate) manifest: Manifest,
@@ -95,9 +98,10 @@ impl Series<'_> {
 
     fn run(self, incoming: Incoming, mut base: CheckpointBase, kept: &mut Kept) -> Result<(), ProtectError> {
         let begun = Instant::now();
-        let Incoming { channel, first_bytes, mut manifest } = incoming;
+        let Incoming { channel, multifd, first_bytes, mut manifest } = incoming;
         let options = DestinationOptions { colo: true, first_bytes, ..DestinationOptions::default() };
-        let received = Destination::new(&mut base, channel, self.handle).options(options).run()?;
+        let destination = Destination::new(&mut base, channel, self.handle).options(options);
+        let received = destination.channels(multifd, MultifdOptions::default()).run()?;
         let mut checkpoints = received.into_checkpoints()?;
         self.primary.arrived(&checkpoints.base().setup);
         // The VM stands still since the end of the base, which its disks are as of now.

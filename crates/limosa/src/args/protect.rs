@@ -146,6 +146,10 @@ pub(crate) struct KeepArgs {
     )]
     pub(crate) every: CheckpointTiming,
 
+    /// Move pages on N multifd channels, 1 to 16, in addition to the main one (QEMU's multifd and multifd-channels)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16), conflicts_with = "to")]
+    pub(crate) channels: Option<u8>,
+
     /// Hold network output back until its checkpoint counts, by the gate at this socket (see `limosa protect gate`).
     /// Repeat it for each network of the VM
     #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path))]
@@ -241,6 +245,9 @@ impl KeepArgs {
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
         if self.disks == ProtectDisksArg::Ignore && !self.disk_server.is_empty() {
             return Some("--disks ignore leaves no disks for --disk-server");
+        }
+        if self.via == MethodArg::Background && self.channels.is_some() {
+            return Some("--via background has one channel");
         }
         match &self.to {
             Some(uri) if !uri.is_socket() => Some("--to needs tcp:HOST:PORT or unix:PATH"),

@@ -177,6 +177,7 @@ fn options(args: &KeepArgs) -> anyhow::Result<ProtectOptions> {
         MethodArg::Background => CheckpointMethod::Background,
     };
     options.every = args.every;
+    options.channels = args.channels;
     options.stall_timeout = args.stall_timeout;
     options.lost_after = args.lost_after;
     options.on_loss = match args.on_loss {

@@ -21,6 +21,7 @@ mod scene;
 mod acknowledged;
 mod background;
 mod both;
+mod channels;
 mod disks;
 mod ends;
 mod failover;

@@ -39,11 +39,6 @@ impl Receiver<'_> {
             let length = options.first_bytes.len();
             return Err(MigrateError::Protocol(format!("a head of {length} bytes, of at most {BUFFER_LEN}")));
         }
-        if options.colo && !self.role.pages.is_empty() {
-            let channels = self.role.pages.len();
-            let what = format!("checkpoints come on the main channel alone, and there are {channels} multifd channels");
-            return Err(MigrateError::Channels(what));
-        }
         Ok(())
     }
 }

@@ -6,12 +6,13 @@ use std::time::Duration;
 use crate::model::InOneLine;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Shutdown};
-use limosa_migrate::checkpoints::{Checkpoint, Checkpoints, NextCheckpoint, NextState};
+use limosa_migrate::checkpoints::{Aside, Checkpoint, Checkpoints, NextCheckpoint, NextState};
 use limosa_migrate::control::{Phase, Stop};
 use limosa_migrate::multifd::MultifdOptions;
 use limosa_migrate::stored::{Destination, DestinationOptions, PrecopySource};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_stream::colo::ColoMessage;
+use limosa_stream::multifd::{PACKET_LEN, Packet};
 use limosa_stream::{Command, Configuration, RamBlock, RecordEncoder, RecordKind, ram, section};
 use proptest::prelude::*;
 
@@ -377,15 +378,119 @@ fn checkpoints_come_only_where_they_are_expected() {
     assert!(error.to_string().contains("no checkpoints were expected"), "{error}");
 }
 
+/// The packets of a multifd channel with a page each, and the one at a synchronization point.
+fn packets(pages: &[(usize, u64, u64)]) -> Vec<u8> {
+    let (names, mut bytes, mut header) = (["pc.ram", "vga"], Vec::new(), [0; PACKET_LEN]);
+    for (block, page, value) in pages {
+        let packet = Packet { block: names[*block], normal: &[page * 4096], payload_len: 4096, ..Packet::sync(0) };
+        Packet { sync: false, ..packet }.encode(&mut header).unwrap();
+        bytes.extend_from_slice(&header);
+        bytes.extend_from_slice(&filled(*value));
+    }
+    Packet::sync(0).encode(&mut header).unwrap();
+    bytes.extend_from_slice(&header);
+    bytes
+}
+
+/// A base and two checkpoints whose pages come on two channels, and the bytes of these for each of the three.
+fn on_two_channels() -> (Primary, [[Vec<u8>; 2]; 3]) {
+    let mut primary = Primary::new(&[(0, 1, 0)]);
+    primary.checkpoint(&[], &[1; 8]);
+    primary.checkpoint(&[(1, 3, 0)], &[2; 8]);
+    // Every one has a synchronization point in front of the end of its RAM section.
+    let (mut end, mut flush) = (Vec::new(), Vec::new());
+    ram::encode_eos(RAM, &mut end);
+    ram::encode_multifd_flush(&mut flush);
+    for part in [0, 2, 4] {
+        let part = &mut primary.parts[part];
+        let at = part.windows(end.len()).position(|window| window == end).unwrap();
+        part.splice(at..at, flush.iter().copied());
+    }
+    let base = [packets(&[(0, 2, 8)]), packets(&[(1, 3, 9), (0, 7, 5)])];
+    let first = [packets(&[(0, 2, 10), (0, 3, 11)]), packets(&[])];
+    (primary, [base, first, [packets(&[]), packets(&[(0, 7, 12)])]])
+}
+
 #[test]
-fn checkpoints_on_several_channels_are_refused() {
-    let (_near, far) = pair();
-    let (_other, page_channel) = pair();
-    let role = Destination::new(&mut Kept::default(), far, &Handle::new())
-        .options(options())
-        .channels(vec![page_channel], MultifdOptions::default())
-        .run();
-    assert!(role.unwrap_err().to_string().contains("on the main channel alone"));
+fn checkpoints_come_on_several_channels_and_are_whole_when_all_have_come_to_their_end() {
+    let (primary, pages) = on_two_channels();
+    let ((near, far), others) = (pair(), [pair(), pair()]);
+    let [(one, far_one), (two, far_two)] = others;
+    let mut kept = Kept::default();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            near.set_timeouts(LONG, LONG).unwrap();
+            let turns = [&b"\0\0\0\x02"[..], b"\0\0\0\x05\0\0\0\x06"].into_iter().cycle();
+            let mut answers = std::iter::once(READY).chain(turns);
+            let mut pages = pages.iter();
+            for (number, part) in primary.parts.iter().enumerate() {
+                near.write_all(part).unwrap();
+                if number % 2 == 0 {
+                    // Behind the main channel's own part, and the second one late.
+                    let [first, second] = pages.next().unwrap();
+                    one.write_all(first).unwrap();
+                    thread::sleep(Duration::from_millis(20));
+                    two.write_all(second).unwrap();
+                }
+                let wanted = answers.next().unwrap();
+                let mut answer = vec![0; wanted.len()];
+                near.read_exact(&mut answer).unwrap();
+                assert_eq!(answer, wanted);
+            }
+            near.shutdown(Shutdown::Write).unwrap();
+        });
+        let handle = Handle::new();
+        let received = Destination::new(&mut kept, far, &handle)
+            .options(options())
+            .channels(vec![far_one, far_two], MultifdOptions::default())
+            .run();
+        let mut checkpoints = received.unwrap().into_checkpoints().unwrap();
+        checkpoints.begin().unwrap();
+        let mut writes = vec![(0, 1, 0), (0, 2, 8), (1, 3, 9), (0, 7, 5)];
+        assert!(kept.pages == written(writes.iter()), "base");
+        for (number, more) in [(2, vec![(0, 2, 10), (0, 3, 11)]), (4, vec![(1, 3, 0), (0, 7, 12)])] {
+            assert_eq!(checkpoints.wait_request(LONG).unwrap(), NextCheckpoint::Requested);
+            checkpoints.reply().unwrap();
+            let mut aside = Aside::new(8 << 20);
+            let checkpoint = checkpoints.receive_aside(&mut aside, &mut kept, LONG).unwrap();
+            checkpoints.loaded().unwrap();
+            aside.store(&mut kept).unwrap();
+            let on_channels: usize = pages[number / 2].iter().map(Vec::len).sum();
+            assert_eq!(checkpoint.stats.bytes, u64::try_from(primary.parts[number].len() + on_channels).unwrap());
+            writes.extend(more);
+            assert!(kept.pages == written(writes.iter()), "part {number}");
+        }
+        assert_eq!(checkpoints.wait_request(LONG).unwrap(), NextCheckpoint::Ended);
+    });
+}
+
+#[test]
+fn a_checkpoint_one_of_whose_channels_ends_or_falls_silent_is_none() {
+    for ends in [true, false] {
+        let (primary, pages) = on_two_channels();
+        let ((near, far), (one, far_one), (two, far_two)) = (pair(), pair(), pair());
+        let mut kept = Kept::default();
+        near.write_all(&primary.parts[0]).unwrap();
+        one.write_all(&pages[0][0]).unwrap();
+        two.write_all(&pages[0][1]).unwrap();
+        let handle = Handle::new();
+        let short = Some(Duration::from_millis(300));
+        let received = Destination::new(&mut kept, far, &handle)
+            .options(DestinationOptions { answer_timeout: short, ..options() })
+            .channels(vec![far_one, far_two], MultifdOptions::default())
+            .run();
+        let mut checkpoints = received.unwrap().into_checkpoints().unwrap();
+        checkpoints.begin().unwrap();
+        near.write_all(&primary.parts[1..3].concat()).unwrap();
+        one.write_all(&pages[1][0]).unwrap();
+        if ends {
+            two.shutdown(Shutdown::Both).unwrap();
+        }
+        assert_eq!(checkpoints.wait_request(LONG).unwrap(), NextCheckpoint::Requested);
+        checkpoints.reply().unwrap();
+        let error = checkpoints.receive(&mut kept, short).unwrap_err();
+        assert!(error.in_one_line().contains("multifd channel 1"), "{}", error.in_one_line());
+    }
 }
 
 /// Returns why a checkpoint is refused that begins with these bytes, behind the reply.

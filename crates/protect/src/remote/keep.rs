@@ -317,7 +317,7 @@ fn series(request: KeepRequest<'_>, visitor: Visitor, far: &Far, kept: &mut Kept
     let done = thread::scope(|scope| {
         let beat = move || vm.beat(&wait_end);
         thread::Builder::new().name("alive".into()).spawn_scoped(scope, beat).map_err(ProtectError::Thread)?;
-        let done = series.keep(Incoming { channel, first_bytes, manifest }, base);
+        let done = series.keep(Incoming { channel, multifd: Vec::new(), first_bytes, manifest }, base);
         drop(ended);
         Ok::<_, ProtectError>(done)
     })?;

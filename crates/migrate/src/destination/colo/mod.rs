@@ -5,7 +5,9 @@
 //! does after that belongs to it.
 //!
 //! The pages take the way of the base's pages, through the same receiver and to a [`PageSink`], at once or from
-//! [`Aside`]: the last contents of a page win, within a checkpoint and from one to the next.
+//! [`Aside`]: the last contents of a page win, within a checkpoint and from one to the next. With multifd channels they
+//! come on these: a checkpoint is whole when each of them has come to the last synchronization point of the main one.
+//! Nothing is read behind that until the next checkpoint, whose threads expect its first packet.
 
 mod turn;
 
@@ -108,7 +110,7 @@ pub struct CheckpointStats {
     pub resent_pages: u64,
     /// Bytes of device sections.
     pub device_bytes: u64,
-    /// Bytes of all of it on the channel.
+    /// Bytes of all of it on all channels.
     pub bytes: u64,
     /// From the reply to the last byte. The VM stands still for most of it.
     pub elapsed: Duration,
@@ -146,7 +148,7 @@ impl Checkpoints {
     pub fn begin(&mut self) -> Result<(), MigrateError> {
         self.take_turn(Turn::Idle, |this| {
             let role = &this.receiver.role;
-            role.control.watch(&role.channel);
+            role.channels().for_each(|channel| role.control.watch(channel));
             let mut bytes = Vec::new();
             // A source with a return path reads its messages until this one, and those of COLO behind it.
             if this.receiver.return_path {
@@ -295,7 +297,10 @@ impl Checkpoints {
         let announced = self.turn == Turn::Sent;
         self.take_turn(Turn::Received, |this| {
             this.set_timeout(timeout)?;
-            let mut before = this.offset();
+            for channel in &this.receiver.role.pages {
+                channel.set_timeouts(timeout, None)?;
+            }
+            let (mut before, before_pages) = (this.offset(), this.page_bytes());
             if announced {
                 before = before.saturating_sub(ANNOUNCEMENT);
             } else {
@@ -320,7 +325,7 @@ impl Checkpoints {
                 zero_pages: moved.zero,
                 resent_pages: moved.resent,
                 device_bytes: to_u64(sections.len()),
-                bytes: this.offset().saturating_sub(before),
+                bytes: this.offset().saturating_sub(before) + this.page_bytes().saturating_sub(before_pages),
                 elapsed: this.replied.map_or(Duration::ZERO, |replied| replied.elapsed()),
             };
             Ok(Checkpoint { number: this.received, sections, stats })
@@ -380,6 +385,11 @@ impl Checkpoints {
     /// Bytes from the beginning of the stream to the next one.
     fn offset(&self) -> u64 {
         self.receiver.decoder.offset().saturating_add(self.passed)
+    }
+
+    /// Bytes that have come on the multifd channels.
+    fn page_bytes(&self) -> u64 {
+        self.receiver.role.pages.iter().map(|channel| channel.counters().bytes_in).sum()
     }
 
     fn out_of_turn(&self, expected: &str, found: ColoMessage) -> MigrateError {
