@@ -64,6 +64,33 @@ fn an_epoch_is_the_images_when_it_is_kept_and_not_before() {
 }
 
 #[test]
+fn a_flush_in_an_epoch_does_not_wait_for_the_storage() {
+    for format in [Format::Raw, Format::Qcow2] {
+        let holder = RequestHolder::only(&[Operation::Flush]);
+        holder.release_all();
+        let file = holder.wrap(Arc::new(MemoryStorage::with_contents(format.empty(), 4 << 20)));
+        let log = holder.wrap(Arc::new(MemoryStorage::growing_to(64 << 20)));
+        let disk = block_on(EpochDisk::begin(format.open(file), log, &options())).unwrap();
+        holder.hold_again();
+        let mut context = Context::from_waker(Waker::noop());
+        for epoch in 1..4 {
+            write(&disk, epoch, epoch).unwrap();
+            assert!(disk.flush().as_mut().poll(&mut context).is_ready(), "{format:?}");
+            disk.seal(epoch).unwrap();
+            block_on(disk.keep(epoch, false)).unwrap();
+        }
+        assert!(holder.waiting().is_empty(), "{:?}", holder.waiting());
+        // What has to survive a power cut does wait.
+        disk.seal(4).unwrap();
+        let mut kept = Box::pin(disk.keep(4, true));
+        assert!(kept.as_mut().poll(&mut context).is_pending());
+        assert!(!holder.waiting().is_empty());
+        holder.release_all();
+        block_on(kept).unwrap();
+    }
+}
+
+#[test]
 fn commands_out_of_order_change_nothing() {
     let bed = begin(Format::Raw);
     let Bed { disk, .. } = &bed;

@@ -6,8 +6,8 @@ use std::time::Duration;
 use limosa_testkit::{Ended, kill9};
 
 use crate::needs_newest_qemu;
-use crate::scene::{Scene, assert_follows, machine, text};
-use crate::stage::{limosa, load_in_stock_qemu, names, wait_for};
+use crate::scene::{Failover, Scene, assert_follows, machine, text};
+use crate::stage::{limosa, load_in_stock_qemu, names, start, wait_for};
 
 /// Expects a keeper whose VM was killed to say so, and to leave one file.
 #[track_caller]
@@ -48,6 +48,32 @@ fn whenever_the_vm_is_killed_a_stock_qemu_loads_a_checkpoint_of_one_instant() {
         kill9(vm.pid()).unwrap();
         assert_lost(&scene, &keeper.wait());
         load_in_stock_qemu(&scene.machine, &scene.checkpoint(), 0);
+    }
+}
+
+#[test]
+fn a_checkpoint_is_restored_in_every_way_in_which_a_snapshot_is() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let keeper = scene.protect(&vm, &["--every", "30ms"]);
+    scene.wait_checkpoint(20, &keeper);
+    vm.wait_heartbeats(1).unwrap();
+    kill9(vm.pid()).unwrap();
+    assert_lost(&scene, &keeper.wait());
+    let last = vm.last_pass().unwrap();
+    let first = scene.failover(&["--fenced", "--memory", "lazy"]);
+    assert_follows(first.wait_passes(3), last, 2);
+    first.check_and_end();
+    // Its VM is gone, and the file is as it was.
+    let (checkpoint, line) = (scene.checkpoint(), scene.survivor_line());
+    for (memory, said) in [("lazy", "restoring lazily"), ("eager", "restoring eagerly"), ("mapped", "mapped")] {
+        let words = ["run", text(&checkpoint), "--memory", memory, "-v", "--"].into_iter();
+        let limosa = start(words.chain(line.iter().map(String::as_str)));
+        let again = Failover::of(limosa, &scene);
+        assert_follows(again.wait_passes(3), last, 2);
+        assert!(again.limosa.stderr().contains(said), "{}", again.limosa.stderr());
+        again.check_and_end();
     }
 }
 

@@ -38,3 +38,4 @@ mod remote;
 mod remote_disks;
 mod seen;
 mod standby;
+mod two_keepers;

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::Duration;
 
-use limosa_testkit::{Authority, kill9};
+use limosa_testkit::{Authority, Program, Vm, kill9};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -114,16 +114,12 @@ fn both_ends_identify_themselves_by_certificates_and_strangers_are_turned_away()
     drop(keeper);
 }
 
-#[test]
-fn a_bare_qemu_may_be_the_primary() {
-    needs_newest_qemu!();
-    let scene = Scene::new();
-    let (keeper, at) = scene.keep(ANYWHERE, &[]);
-    let vm = scene.guest();
+/// Has a QEMU without limosa send its checkpoints to this keeper, and expects its VM to continue from them.
+fn assert_bare_qemu_is_kept(scene: &Scene, vm: &Vm, (keeper, at): (&Program, &str)) {
     vm.set_capabilities(&[("x-colo", true), ("return-path", true)]).unwrap();
     vm.execute("migrate-set-parameters", json!({ "x-checkpoint-delay": 50, "max-bandwidth": 0 })).unwrap();
     vm.execute("migrate", json!({ "uri": at })).unwrap();
-    scene.wait_checkpoint(10, &keeper);
+    scene.wait_checkpoint(10, keeper);
     vm.wait_heartbeats(1).unwrap();
     kill9(vm.pid()).unwrap();
     wait_for("the keeper to notice", || keeper.stderr().contains("may be lost").then_some(()));
@@ -132,6 +128,38 @@ fn a_bare_qemu_may_be_the_primary() {
     let first = failover.wait_passes(2);
     assert_follows(first, last, 10);
     failover.check_and_end();
+}
+
+#[test]
+fn a_bare_qemu_may_be_the_primary() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let (keeper, at) = scene.keep(ANYWHERE, &[]);
+    assert_bare_qemu_is_kept(&scene, &scene.guest(), (&keeper, &at));
+}
+
+#[test]
+fn a_bare_qemu_identifies_itself_by_its_own_credentials() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let (ours, theirs) = (scene.path("pki"), scene.path("other"));
+    Authority::new().unwrap().equip(&ours).unwrap();
+    Authority::new().unwrap().equip(&theirs).unwrap();
+    let (keeper, at) = scene.keep(ANYWHERE, &["--tls-creds", text(&ours)]);
+    let vm = scene.guest();
+    for (id, folder) in [("others", &theirs), ("ours", &ours)] {
+        let credentials = json!({ "qom-type": "tls-creds-x509", "id": id, "endpoint": "client", "dir": folder });
+        vm.execute("object-add", credentials).unwrap();
+    }
+    vm.set_capabilities(&[("x-colo", true), ("return-path", true)]).unwrap();
+    vm.execute("migrate-set-parameters", json!({ "tls-creds": "others" })).unwrap();
+    vm.execute("migrate", json!({ "uri": at })).unwrap();
+    wait_for("the stranger to be turned away", || {
+        (vm.execute("query-migrate", json!({})).unwrap()["status"] == "failed").then_some(())
+    });
+    assert!(scene.newest().is_none() && vm.run_state().unwrap() == "running");
+    vm.execute("migrate-set-parameters", json!({ "tls-creds": "ours" })).unwrap();
+    assert_bare_qemu_is_kept(&scene, &vm, (&keeper, &at));
 }
 
 #[test]

@@ -91,8 +91,12 @@ impl Scene {
 
     /// `limosa keep URI DIR MORE`, once it listens, and its address.
     pub(crate) fn keep(&self, uri: &str, more: &[&str]) -> (Program, String) {
-        let kept = self.kept();
-        let keeper = start(["keep", uri, text(&kept)].iter().chain(more));
+        Self::keep_in(&self.kept(), uri, more)
+    }
+
+    /// As [`keep`](Self::keep), in this directory.
+    pub(crate) fn keep_in(kept: &Path, uri: &str, more: &[&str]) -> (Program, String) {
+        let keeper = start(["keep", uri, text(kept)].iter().chain(more));
         let address = wait_for("the keeper to listen", || {
             assert!(keeper.is_running(), "limosa ended: {}", keeper.stderr());
             let said = keeper.stderr();
@@ -110,8 +114,13 @@ impl Scene {
 
     /// The number of the newest checkpoint, if there is one.
     pub(crate) fn newest(&self) -> Option<u64> {
+        Self::newest_in(&self.kept())
+    }
+
+    /// As [`newest`](Self::newest), in this directory.
+    pub(crate) fn newest_in(kept: &Path) -> Option<u64> {
         // It may become the spare while it is read.
-        Snapshot::open(&self.checkpoint()).ok()?.manifest()?.checkpoint
+        Snapshot::open(&kept.join("checkpoint.limosa")).ok()?.manifest()?.checkpoint
     }
 
     /// Forgets all checkpoints, so that the next series is waited for.
@@ -162,9 +171,14 @@ impl Scene {
 
     /// `limosa keep URI DIR OPTIONS -- QEMU`, once it listens, and its address.
     pub(crate) fn keep_for_failover(&self, uri: &str, options: &[&str]) -> (Program, String) {
+        self.keep_for_failover_in(&self.kept(), uri, options)
+    }
+
+    /// As [`keep_for_failover`](Self::keep_for_failover), in this directory.
+    pub(crate) fn keep_for_failover_in(&self, kept: &Path, uri: &str, options: &[&str]) -> (Program, String) {
         let line = self.survivor_line();
         let line = ["--"].into_iter().chain(line.iter().map(String::as_str));
-        self.keep(uri, &options.iter().copied().chain(line).collect::<Vec<_>>())
+        Self::keep_in(kept, uri, &options.iter().copied().chain(line).collect::<Vec<_>>())
     }
 }
 

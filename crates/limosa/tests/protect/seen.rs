@@ -1,18 +1,59 @@
 //! A protection as people and programs see it while it runs.
 
+use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_testkit::Qmp;
-use rustix::process::Signal;
+use limosa_testkit::{Process, Qmp};
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{Winsize, tcsetwinsize};
 use serde_json::{Value, json};
 
 use crate::needs_newest_qemu;
 use crate::scene::{Scene, machine, text};
 use crate::stage::{SOON, limosa, save_arguments, wait_for};
+
+/// The bytes that a program shows on a terminal of its own, which is its standard error.
+struct Screen {
+    process: Process,
+    shown: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Screen {
+    fn of(mut command: Command) -> Self {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
+        let size = Winsize { ws_row: 24, ws_col: 200, ws_xpixel: 0, ws_ypixel: 0 };
+        tcsetwinsize(&master, size).unwrap();
+        let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+        command.stderr(rustix::fs::open(name, flags, Mode::empty()).unwrap());
+        let process = Process::spawn("limosa at a terminal", command).unwrap();
+        let (mut screen, shown) = (File::from(master), Arc::new(Mutex::new(Vec::new())));
+        let kept = Arc::clone(&shown);
+        // It ends with the terminal's last user.
+        thread::spawn(move || {
+            let mut piece = [0; 4096];
+            while let Ok(length @ 1..) = screen.read(&mut piece) {
+                kept.lock().unwrap().extend(&piece[..length]);
+            }
+        });
+        Self { process, shown }
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.shown.lock().unwrap()).into_owned()
+    }
+}
 
 /// GET /metrics.
 fn metrics(socket: &Path) -> String {
@@ -28,6 +69,36 @@ fn metrics(socket: &Path) -> String {
 fn value(page: &str, name: &str) -> f64 {
     let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     line.unwrap_or_else(|| panic!("no {name} in {page}")).parse().unwrap()
+}
+
+#[test]
+fn a_terminal_has_a_line_with_the_newest_checkpoint_until_the_protection_ends() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let vm = scene.guest();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+    command.args(["protect", "--qmp"]).arg(vm.qmp_socket()).args(["--every", "50ms"]).arg(scene.kept());
+    command.env("TMPDIR", scene.path("tmp")).env("TERM", "xterm").env_remove("XDG_RUNTIME_DIR");
+    let screen = Screen::of(command);
+    let line = wait_for("the line of a checkpoint", || {
+        let shown = screen.text();
+        let at = shown.rfind("checkpoint ")?;
+        let line = shown[at..].split(['\r', '\n', '\u{1b}']).next()?;
+        (line.contains("lag ") && scene.newest() >= Some(5)).then(|| line.to_owned())
+    });
+    let [every, pause, longest, pages, lag] = [": every ", ", pause ", " at most)", " pages, ", ", lag "];
+    for part in [every, pause, longest, pages, lag] {
+        assert!(line.contains(part), "{part:?} in {line:?}");
+    }
+    let number: u64 = line.split([' ', ':']).nth(1).unwrap().parse().unwrap();
+    assert!(number >= 1, "{line:?}");
+    // It is drawn over, not below itself.
+    let shown = screen.text();
+    assert!(shown.contains("the VM is protected: "), "{shown:?}");
+    assert!(shown.matches('\n').count() < 12, "{shown:?}");
+    kill_process(Pid::from_raw(i32::try_from(screen.process.pid()).unwrap()).unwrap(), Signal::INT).unwrap();
+    assert!(screen.process.wait(SOON).unwrap().success());
+    wait_for("the summary", || screen.text().contains("output: free").then_some(()));
 }
 
 #[test]
