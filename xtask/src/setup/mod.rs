@@ -153,6 +153,10 @@ fn missing_packages() -> Vec<&'static str> {
     if shell::find_program("sqlite3").is_none() {
         missing.push("sqlite3");
     }
+    // Another program's network behind a gate of output.
+    if shell::find_program("passt").is_none() {
+        missing.push("passt");
+    }
     for (program, package) in PACKERS {
         if shell::find_program(program).is_none() {
             missing.push(package);

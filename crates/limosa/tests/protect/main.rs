@@ -32,6 +32,7 @@ mod hosts;
 mod hung;
 mod losses;
 mod overlaid;
+mod passt;
 mod refusals;
 mod refused;
 mod remote;
