@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use limosa_snapshot::Snapshot;
-use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, kill9, pass_numbers, scratch, wait_gone};
+use limosa_testkit::{Accelerator, HeartbeatGuest, Machine, Qmp, Series, Vm, kill9, pass_numbers, scratch, wait_gone};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -44,7 +44,7 @@ impl Scene {
     pub(crate) fn of(machine: impl FnOnce(&Path) -> Machine) -> Self {
         let folder = scratch().unwrap();
         std::fs::create_dir(folder.path().join("tmp")).unwrap();
-        let machine = machine(folder.path());
+        let machine = machine(folder.path()).accelerator(accelerator());
         Self { folder, machine, line: OnceLock::new() }
     }
 
@@ -260,6 +260,15 @@ impl<'a> Failover<'a> {
 #[track_caller]
 pub(crate) fn assert_follows(first: u32, last: u32, behind: u32) {
     assert!((last.saturating_sub(behind)..=last + 2).contains(&first), "pass {first} after {last}");
+}
+
+/// The accelerator of all guests: translation, or the kernel if `LIMOSA_PROTECT_KVM=1` asks for it.
+fn accelerator() -> Accelerator {
+    if std::env::var_os("LIMOSA_PROTECT_KVM").is_none_or(|asked| asked != "1") {
+        return Accelerator::Tcg;
+    }
+    assert!(Accelerator::kvm_runs_guests(), "LIMOSA_PROTECT_KVM=1, and KVM runs no guest on this machine");
+    Accelerator::Kvm
 }
 
 /// A number from the environment.
