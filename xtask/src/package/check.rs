@@ -33,17 +33,25 @@ pub(crate) fn run() -> Result<()> {
     let folder = folder();
     let packages = make(&[], &folder)?;
     check_again(&packages)?;
-    let [deb, rpm] = [".deb", ".rpm"]
+    let [deb, rpm, tarball] = [".deb", ".rpm", ".tar.gz"]
         .map(|end| packages.iter().find(|path| path.to_string_lossy().ends_with(end)).context("a package is missing"));
-    let (deb, rpm) = (deb?, rpm?);
+    let (deb, rpm, tarball) = (deb?, rpm?, tarball?);
     for suite in SUITES {
         let root = folder.join("roots").join(suite);
         make_root(suite, &root)?;
         let system = System { root: &root };
-        system.remove()?;
+        // What a run left that was broken off.
+        system.purge()?;
+        system.take_away(tarball)?;
+        system.expect_nothing_left()?;
         system.install(deb)?;
         system.try_job()?;
-        system.remove()?;
+        system.purge()?;
+        system.expect_nothing_left()?;
+        system.unpack(tarball)?;
+        system.try_job()?;
+        system.take_away(tarball)?;
+        system.expect_nothing_left()?;
         println!("package tests: {suite} is done");
     }
     check_rpm(rpm, &folder.join("roots/rpm"))?;
@@ -59,6 +67,10 @@ fn check_again(packages: &[PathBuf]) -> Result<()> {
         fs::remove_dir_all(&again).with_context(|| again.display().to_string())?;
     }
     shell::run(Command::new("git").args(["clone", "--quiet"]).arg(shell::workspace()).arg(&again))?;
+    // They are not what is compared, and compiling them takes minutes.
+    let own = again.join("target/packages");
+    fs::create_dir_all(&own).with_context(|| own.display().to_string())?;
+    shell::run(Command::new("cp").arg("--archive").arg(folder().join("tools")).arg(&own))?;
     let mut package = Command::new("cargo");
     package.current_dir(&again).env("CARGO_TARGET_DIR", again.join("target")).args(["xtask", "package"]);
     shell::run(&mut package)?;
@@ -111,8 +123,36 @@ impl System<'_> {
         shell::run(&mut self.command(&["sh", "-ec", "limosa --version; test -s /usr/share/man/man1/limosa-save.1*"]))
     }
 
-    fn remove(&self) -> Result<()> {
-        shell::run(&mut self.command(&["dpkg", "--purge", "limosa"]))?;
+    fn purge(&self) -> Result<()> {
+        shell::run(&mut self.command(&["dpkg", "--purge", "limosa"]))
+    }
+
+    /// Unpacks the static program with its pages, as docs/packaging.md says.
+    fn unpack(&self, tarball: &Path) -> Result<()> {
+        let mut tar = Command::new("tar");
+        tar.arg("--extract").arg("--file").arg(tarball).arg("--directory").arg(self.root.join("usr"));
+        shell::run(tar.args(["--strip-components", "1"]))?;
+        shell::run(&mut self.command(&["limosa", "--version"]))
+    }
+
+    /// Removes all that a tarball has put here.
+    fn take_away(&self, tarball: &Path) -> Result<()> {
+        let listed = shell::output(Command::new("tar").arg("--list").arg("--file").arg(tarball))?;
+        let places = listed.lines().filter_map(|line| line.split_once('/')).filter(|(_, place)| !place.is_empty());
+        // Folders come before what is in them.
+        for (_, place) in places.collect::<Vec<_>>().into_iter().rev() {
+            let path = self.root.join("usr").join(place);
+            if place.ends_with('/') {
+                // Others may have files there.
+                let _ = fs::remove_dir(path);
+            } else if path.exists() {
+                fs::remove_file(&path).with_context(|| path.display().to_string())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn expect_nothing_left(&self) -> Result<()> {
         let left = "find / -xdev -iname '*limosa*' ! -path '/guest/*' ! -name limosa.deb ! -path '/var/lib/dpkg/*'";
         let left = shell::output(&mut self.command(&["sh", "-c", left]))?;
         if !left.is_empty() {
