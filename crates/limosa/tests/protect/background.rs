@@ -39,6 +39,14 @@ fn the_oldest_qemu_is_protected_by_background_snapshots() {
     }
 }
 
+#[test]
+fn a_qemu_whose_colo_works_is_protected_by_background_snapshots_if_they_are_asked_for() {
+    needs_qemu!();
+    if !series_skipped() {
+        protected_and_left(machine().kind("pc-q35-7.2").series(Series::Newest));
+    }
+}
+
 fn protected_and_left(machine: Machine) {
     let scene = Scene::of(|_| machine);
     let vm = scene.guest();

@@ -3,7 +3,7 @@
 use std::os::unix::net::UnixStream;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use limosa_testkit::{Machine, Serial};
+use limosa_testkit::{Machine, Serial, Series, series_skipped};
 use serde_json::Value;
 
 use super::*;
@@ -55,14 +55,13 @@ fn the_clocks_of_clones_are_set_unless_they_are_to_stay() {
     assert_eq!(refused.status.code(), Some(2), "{}", refused.stderr);
 }
 
-#[test]
-fn the_clock_of_a_restored_vm_is_set_however_its_memory_comes() {
-    needs_qemu!();
-    let scene = LinuxScene::new(&with_agent(), &agent_port, long_ago);
+/// Restores the VM both ways in this series of QEMU, and expects its clock to be set.
+fn assert_restored_clock_is_set(scene: &LinuxScene, series: Series) {
     for memory in ["eager", "lazy"] {
         let place = scratch().unwrap();
         let words = agent_port(place.path().to_str().unwrap());
-        let machine = words.iter().fold(Machine::linux(with_agent()), |machine, word| machine.argument(word));
+        let machine =
+            words.iter().fold(Machine::linux(with_agent()).series(series), |machine, word| machine.argument(word));
         let vm = machine.start_incoming().unwrap();
         let (snapshot, socket) = (scene.snapshot.to_str().unwrap(), vm.qmp_socket());
         let words = ["restore", snapshot, "--qmp", socket.to_str().unwrap(), "--memory", memory, "--json"];
@@ -71,6 +70,25 @@ fn the_clock_of_a_restored_vm_is_set_however_its_memory_comes() {
         assert_set(&report["clock"]);
         assert!(seconds_off(vm.serial()) < 60);
     }
+}
+
+#[test]
+fn the_clock_of_a_vm_restored_in_another_series_is_set() {
+    needs_qemu!();
+    if series_skipped() {
+        return;
+    }
+    for series in [Series::Oldest, Series::Newest] {
+        let scene = LinuxScene::in_series(series, &with_agent(), &agent_port, long_ago);
+        assert_restored_clock_is_set(&scene, series);
+    }
+}
+
+#[test]
+fn the_clock_of_a_restored_vm_is_set_however_its_memory_comes() {
+    needs_qemu!();
+    let scene = LinuxScene::new(&with_agent(), &agent_port, long_ago);
+    assert_restored_clock_is_set(&scene, Series::Installed);
     let folder = scene.folder.path().join("run");
     std::fs::create_dir(&folder).unwrap();
     let at = folder.to_str().unwrap();

@@ -8,7 +8,7 @@ mod recipes;
 
 use std::path::{Path, PathBuf};
 
-use limosa_testkit::{LinuxGuest, Machine, Serial, Vm, kill9, scratch, wait_for};
+use limosa_testkit::{LinuxGuest, Machine, Serial, Series, Vm, kill9, scratch, wait_for};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -26,11 +26,22 @@ impl LinuxScene {
     /// Saves a guest whose QEMU has some more arguments, given the folder of its sockets, when `prepare` has done to it
     /// what there is to do.
     fn new(guest: &LinuxGuest, more: &dyn Fn(&str) -> Vec<String>, prepare: impl FnOnce(&Vm)) -> Self {
+        Self::in_series(Series::Installed, guest, more, prepare)
+    }
+
+    /// Saves a guest as `new` does, in a series of QEMU; its clones are of the same one.
+    fn in_series(
+        series: Series,
+        guest: &LinuxGuest,
+        more: &dyn Fn(&str) -> Vec<String>,
+        prepare: impl FnOnce(&Vm),
+    ) -> Self {
         let folder = scratch().unwrap();
         let source_folder = folder.path().join("source");
         std::fs::create_dir(&source_folder).unwrap();
         let machine = |folder: &str| {
-            more(folder).iter().fold(Machine::linux(guest.clone()), |machine, word| machine.argument(word))
+            let machine = Machine::linux(guest.clone()).series(series);
+            more(folder).iter().fold(machine, |machine, word| machine.argument(word))
         };
         let source = machine(source_folder.to_str().unwrap()).start().unwrap();
         source.wait_counts(3).unwrap();
@@ -60,8 +71,13 @@ impl LinuxScene {
 
     /// Starts clones that share the snapshot's memory; their reports.
     fn start(&self, count: u32, options: &[&str], wrapper: &[&str]) -> Vec<Value> {
+        self.start_by("mapped", count, options, wrapper)
+    }
+
+    /// Starts clones whose memory comes in this way; their reports.
+    fn start_by(&self, memory: &str, count: u32, options: &[&str], wrapper: &[&str]) -> Vec<Value> {
         let count = count.to_string();
-        let options = [&["--count", &count, "--json", "--memory", "mapped"], options].concat();
+        let options = [&["--count", &count, "--json", "--memory", memory], options].concat();
         let report = self.clone_with(&options, wrapper).wait().json();
         assert_eq!(report["failed"], json!([]), "{report}");
         report["clones"].as_array().unwrap().clone()

@@ -1,6 +1,6 @@
 //! The random numbers of clones: vmgenid.
 
-use limosa_testkit::{Machine, Qmp, Serial};
+use limosa_testkit::{Machine, Qmp, Serial, Series, series_skipped};
 
 use super::*;
 use crate::needs_qemu;
@@ -26,26 +26,47 @@ fn wait_reseeded(guest: &Serial) {
     wait_for("the guest to reseed", || (reseeds(guest) == 1).then_some(()));
 }
 
-#[test]
-fn each_clone_reseeds_its_random_numbers_if_its_vmgenid_is_made_for_it() {
+/// Clones, and a lazily restored VM, reseed in this series of QEMU.
+fn reseeds_in(series: Series) {
     needs_qemu!();
+    if series != Series::Installed && series_skipped() {
+        return;
+    }
     let guest = LinuxGuest { vmgenid: true, ..LinuxGuest::default() };
-    let scene = LinuxScene::new(&guest, &device("vmgenid,guid=auto"), |source| {
+    let scene = LinuxScene::in_series(series, &guest, &device("vmgenid,guid=auto"), |source| {
         assert_eq!(reseeds(source.serial()), 0);
     });
-    let clones = scene.start(2, &[], &[]);
+    // 7.2 maps no snapshot: each clone has a copy.
+    let (memory, mapped) = if series == Series::Oldest { ("eager", json!([])) } else { ("mapped", json!(["mem"])) };
+    let clones = scene.start_by(memory, 2, &[], &[]);
     for clone in &clones {
-        assert_eq!(clone["mapped_blocks"], json!(["mem"]));
+        assert_eq!(clone["mapped_blocks"], mapped);
         wait_reseeded(&console(clone));
     }
     assert_ne!(guid(&clones[0]), guid(&clones[1]));
     // Lazily, the generation is written to a page that has not come yet.
+    let machine = Machine::linux(guest).series(series);
     let vm = device("vmgenid,guid=auto")("");
-    let vm = vm.iter().fold(Machine::linux(guest), |machine, word| machine.argument(word)).start_incoming().unwrap();
+    let vm = vm.iter().fold(machine, |machine, word| machine.argument(word)).start_incoming().unwrap();
     let (snapshot, socket) = (scene.snapshot.to_str().unwrap(), vm.qmp_socket());
     let words = ["restore", snapshot, "--qmp", socket.to_str().unwrap(), "--memory", "lazy", "--json"];
     assert_eq!(limosa(words).json()["mode"], "lazy");
     wait_reseeded(vm.serial());
+}
+
+#[test]
+fn each_clone_reseeds_its_random_numbers_if_its_vmgenid_is_made_for_it() {
+    reseeds_in(Series::Installed);
+}
+
+#[test]
+fn each_clone_reseeds_its_random_numbers_in_the_oldest_series() {
+    reseeds_in(Series::Oldest);
+}
+
+#[test]
+fn each_clone_reseeds_its_random_numbers_in_the_newest_series() {
+    reseeds_in(Series::Newest);
 }
 
 #[test]
