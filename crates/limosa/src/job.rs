@@ -2,13 +2,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::bail;
 use limosa_channel::Uri;
 use limosa_control::{Commands, ControlSocket, JobKind};
 use limosa_migrate::Handle;
 use limosa_qemu::monitor::Monitor;
-use limosa_qemu::qmp::{MonitorAddress, Options, Qmp, Version};
+use limosa_qemu::qmp::{MonitorAddress, Options, Qmp, QmpError, Version};
 use limosa_qemu::{JobContext, SOCKET_PATH_MAX};
 
 use crate::args::JobArgs;
@@ -22,13 +23,23 @@ use limosa_console::say;
 /// This program, for watchdogs: through /proc, so that it is this one even if its file was replaced meanwhile.
 pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
 
+/// A QEMU greets its only client within this time, also on a busy host: it does so from a thread of its own.
+const GREETED_WITHIN: Duration = Duration::from_secs(1);
+
 /// Connects to QEMU's monitor.
 pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
-    // It would not be greeted, and a protection does not end by itself.
-    if let Some(pid) = Holder::of(address).iter().find_map(Holder::protector) {
-        bail!("the VM is protected by limosa protect (process {pid}), which holds {address}: end that first");
-    }
-    let qmp = Qmp::connect(address, &Options::default())?;
+    let usual = Options::default();
+    let qmp = match Qmp::connect(address, &Options { greeting_timeout: GREETED_WITHIN, ..usual.clone() }) {
+        Err(QmpError::Busy { .. }) => {
+            // A protection does not end by itself. To look for it takes as long as the machine has processes, so it is
+            // not done for those that are greeted.
+            if let Some(pid) = Holder::of(address).iter().find_map(Holder::protector) {
+                bail!("the VM is protected by limosa protect (process {pid}), which holds {address}: end that first");
+            }
+            Qmp::connect(address, &usual)?
+        }
+        connected => connected?,
+    };
     let package = &qmp.greeting().package;
     if qmp.version() == Version::new(0, 0, 0) && package.starts_with("limosa ") {
         bail!("{address} is a control socket of {package}, not the monitor of a QEMU (its -qmp socket)");
