@@ -464,7 +464,7 @@ fn beside(guard: Guard<'_>, series: impl FnOnce() -> Kept + Send) -> Result<(Kep
     })
 }
 
-/// Waits until QEMU has connected, with so many multifd channels.
+/// Waits until QEMU has connected, with this number of multifd channels.
 pub(crate) fn accept(
     monitor: &Monitor,
     handle: &Handle,
