@@ -11,6 +11,7 @@ use anyhow::{Context, bail};
 use limosa_channel::Uri;
 use limosa_control::JobKind;
 use limosa_pack::is_packed;
+use limosa_page::directory_of;
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile};
 use serde_json::{Value, json};
@@ -216,10 +217,7 @@ impl Stored {
 /// Makes a file beside this one, where there is room for its contents, or in the temporary directory.
 fn temporary(path: &Path) -> Result<(UnnamedFile, PathBuf), SnapshotError> {
     let name = format!("{}.limosa-{}", path.file_name().unwrap_or_default().to_string_lossy(), std::process::id());
-    let beside = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
-        _ => PathBuf::from("."),
-    };
+    let beside = directory_of(path).to_path_buf();
     let elsewhere = std::env::temp_dir();
     match UnnamedFile::create(&beside.join(&name), false) {
         Ok(pending) => Ok((pending, beside)),

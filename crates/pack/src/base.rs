@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use limosa_image::Disk;
 use limosa_image::luks::Passphrase;
+use limosa_page::directory_of;
 use limosa_snapshot::{Snapshot, SnapshotBytes};
 
 use crate::bytes::UnpackedBytes;
@@ -68,8 +69,8 @@ impl Base {
             base: self.path.display().to_string(),
             what: what.to_owned(),
         };
-        let parent = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let directory = std::fs::canonicalize(parent).map_err(PackError::io("find its directory", target))?;
+        let directory =
+            std::fs::canonicalize(directory_of(target)).map_err(PackError::io("find its directory", target))?;
         if self.path.parent() != Some(&directory) {
             return Err(refused("is in another directory; a snapshot and its base are kept together"));
         }

@@ -36,6 +36,7 @@
 mod bitmap;
 mod causes;
 mod convert;
+mod directory;
 mod guest;
 pub mod holes;
 mod invariant;
@@ -47,6 +48,7 @@ mod zero;
 pub use bitmap::{AtomicPageBitmap, BitmapError, PageBitmap, Runs};
 pub use causes::error_with_causes;
 pub use convert::{to_micros, to_millis, to_nanos, to_u64, to_usize};
+pub use directory::directory_of;
 pub use guest::{GuestPages, is_zero_at};
 pub use invariant::{BrokenInvariant, broken_invariant, invariant};
 pub use number::{PAGE_BITS, PAGE_LEN, PAGE_SIZE, PageNumber};

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use limosa_page::directory_of;
 use rustix::fs::{AtFlags, Mode, OFlags};
 
 use crate::checkpoints::CHECKPOINT_NAME;
@@ -44,10 +45,9 @@ impl HeldSnapshot {
     /// It cannot be opened.
     pub fn open(path: &Path) -> Result<Self, SnapshotError> {
         let failed = |errno: rustix::io::Errno| SnapshotError::io("open it", path, None, errno);
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let name = path.file_name().unwrap_or_default().to_os_string();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = rustix::fs::open(parent, flags, Mode::empty()).map_err(failed)?;
+        let directory = rustix::fs::open(directory_of(path), flags, Mode::empty()).map_err(failed)?;
         let file = lock::open_for_exclusive(&directory, name.as_os_str()).map_err(failed)?;
         Ok(Self { file, directory, name, path: path.to_path_buf() })
     }

@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
+use limosa_page::directory_of;
 use rustix::fs::{self, Access, AtFlags, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 use rustix::path::Arg;
@@ -103,12 +104,9 @@ impl UnnamedFile {
             Some(name) if !ends_in_slash => name.to_os_string(),
             _ => return Err(refused("is not the name of a file".to_owned())),
         };
-        let parent = match target.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
-            _ => PathBuf::from("."),
-        };
+        let parent = directory_of(target);
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = fs::open(&parent, flags, Mode::empty()).map_err(|errno| match errno {
+        let directory = fs::open(parent, flags, Mode::empty()).map_err(|errno| match errno {
             Errno::NOENT => refused(format!("directory {} does not exist", parent.display())),
             Errno::NOTDIR => refused(format!("{} is not a directory", parent.display())),
             errno => SnapshotError::io("open its directory", target, None, errno),

@@ -6,6 +6,7 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::path::Path;
 
+use limosa_page::directory_of;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 
 /// Ends the name of the file that takes the contents first.
@@ -34,8 +35,7 @@ pub fn replace_file(path: &Path, contents: &[u8]) -> io::Result<()> {
 /// # Errors
 /// The kernel's.
 pub fn sync_folder(path: &Path) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+    File::open(directory_of(path))?.sync_all()
 }
 
 #[cfg(test)]

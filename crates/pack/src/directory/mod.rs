@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use limosa_image::luks::Passphrase;
 use limosa_migrate::Handle;
+use limosa_page::directory_of;
 use limosa_snapshot::{HeldSnapshot, Snapshot, SnapshotError};
 use limosa_storage::FileIdentity;
 use parking_lot::Mutex;
@@ -61,11 +62,10 @@ impl SnapshotDirectory {
             PackError::Snapshot(SnapshotError::Target { path: snapshot.to_path_buf(), why: why.to_owned() })
         };
         let name = snapshot.file_name().ok_or_else(|| refused("is not the name of a file"))?;
-        let parent = snapshot.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         if snapshot.is_symlink() {
             return Err(refused("is a symbolic link; name the file that it leads to"));
         }
-        Ok((Self::new(parent, passphrase), name.to_os_string()))
+        Ok((Self::new(directory_of(snapshot), passphrase), name.to_os_string()))
     }
 
     /// Leaves files out of everything: they are said to stand on no snapshot. For files that cannot be looked into.

@@ -22,6 +22,7 @@ use limosa_image::commit::{CommitOptions, CommitRequest};
 use limosa_image::qcow2::{self, CreateOptions};
 use limosa_image::reference::Reference;
 use limosa_image::{Format, Guess, GuestOffset, guess};
+use limosa_page::directory_of;
 use limosa_storage::{
     Buffer, CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on, sync_folder,
 };
@@ -270,8 +271,7 @@ fn image_below(export: &Export, wanted: &Wanted) -> anyhow::Result<PathBuf> {
 
 /// Opens the folder of a file.
 fn folder_of(path: &Path) -> anyhow::Result<File> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(folder).context("its folder")
+    File::open(directory_of(path)).context("its folder")
 }
 
 /// Removes an overlay that a killed server has not finished. One that is being made is locked.

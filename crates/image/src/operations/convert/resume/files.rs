@@ -12,6 +12,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use limosa_page::directory_of;
 use limosa_storage::{Create, FileIdentity, FileOptions, FileStorage, Io, Operation, StorageError};
 use rustix::fs::{CWD, RenameFlags, XattrFlags, getxattr, listxattr, renameat_with, setxattr};
 use rustix::io::Errno;
@@ -71,7 +72,7 @@ impl Paths {
 
     /// Makes the names of files durable.
     pub(super) fn sync_folder(&self) -> Result<(), OperationError> {
-        let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = directory_of(&self.target);
         let synced = File::open(folder).and_then(|folder| folder.sync_all());
         synced.map_err(|error| self.failed(Operation::Flush, folder, error))
     }
