@@ -5,7 +5,6 @@
 
 use std::error::Error;
 use std::fmt::Debug;
-use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
@@ -23,9 +22,6 @@ pub trait SnapshotBytes: Debug + Send + Sync {
     /// # Errors
     /// Bytes that cannot be returned exactly as they were stored.
     fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>>;
-
-    /// Says which ranges will be read soon, in the order of their use. Nothing has to be done about it.
-    fn prefetch(&self, _ranges: &[Range<u64>]) {}
 
     /// Returns how a file below the topmost one has changed since it was opened, if one has. The snapshot looks at the
     /// topmost one by itself.

@@ -5,7 +5,6 @@
 //! modification time): a file cut short, or cut and filled up again with holes, is an error and never zeros in a guest.
 
 use std::fs::{File, OpenOptions};
-use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -279,13 +278,6 @@ impl Snapshot {
     pub fn not_plain_reason(&self) -> Option<&'static str> {
         let bytes = self.file.lent_bytes()?;
         Some(if bytes.is_remote() { "is in an object store" } else { "is packed" })
-    }
-
-    /// Says which ranges of its bytes will be read soon, in the order of their use.
-    pub fn prefetch(&self, ranges: &[Range<u64>]) {
-        if let Some(bytes) = self.file.lent_bytes() {
-            bytes.prefetch(ranges);
-        }
     }
 
     /// Returns the snapshot's identity: the id in its manifest, or one made from its device state if another program
