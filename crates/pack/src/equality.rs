@@ -8,8 +8,7 @@ use limosa_snapshot::Snapshot;
 
 use crate::contents::Contents;
 use crate::error::PackError;
-use crate::pack::PIECE;
-use crate::pieces::for_each_piece;
+use crate::pieces::{PIECE, for_each_piece};
 
 /// Compares the bytes of two mapped-ram files, but for old bytes in the places of pages that are not stored.
 ///

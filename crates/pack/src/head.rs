@@ -25,43 +25,43 @@ pub(crate) struct Head {
     pub(crate) is_encrypted: bool,
 }
 
+/// The first bytes of a file or a storage, zeros behind its end.
+type Start = [u8; luks::MAGIC.len()];
+
 /// Returns whether a file begins as an image of a packed snapshot: qcow2, or LUKS.
 pub(crate) fn is_image(file: &File) -> bool {
-    use std::os::unix::fs::FileExt as _;
-    let mut start = [0; luks::MAGIC.len()];
-    // What cannot be read at an offset is a pipe, which no image is in.
-    file.read_exact_at(&mut start, 0).is_ok() && begins_as_image(&start)
+    start_of_file(file).is_some_and(|start| start.starts_with(&MAGIC) || start == luks::MAGIC)
 }
 
 /// Returns whether a file is a LUKS volume.
 pub(crate) fn is_encrypted(file: &File) -> bool {
+    start_of_file(file).is_some_and(|start| start == luks::MAGIC)
+}
+
+/// `None`: it is shorter, or cannot be read at an offset, as a pipe cannot.
+fn start_of_file(file: &File) -> Option<Start> {
     use std::os::unix::fs::FileExt as _;
-    let mut start = [0; luks::MAGIC.len()];
-    file.read_exact_at(&mut start, 0).is_ok() && start == luks::MAGIC
+    let mut start = Start::default();
+    file.read_exact_at(&mut start, 0).ok().map(|()| start)
 }
 
-/// Returns whether the first bytes are those of an image: qcow2, or LUKS.
-pub(crate) fn begins_as_image(start: &[u8]) -> bool {
-    start.starts_with(&MAGIC) || start.starts_with(&luks::MAGIC)
-}
-
-/// Returns the first bytes of a storage, zeros behind its end: as many as [`begins_as_image`] needs.
-pub(crate) fn start_of(storage: &dyn Storage) -> Result<Vec<u8>, PackError> {
-    let start = Buffer::zeroed(luks::MAGIC.len());
+fn start_of(storage: &dyn Storage) -> Result<Start, PackError> {
+    let (mut start, buffer) = (Start::default(), Buffer::zeroed(luks::MAGIC.len()));
     let length = storage.length().map_err(PackError::storage)?;
-    let there = start.slice(0..usize::try_from(length).unwrap_or(usize::MAX));
+    let there = buffer.slice(0..usize::try_from(length).unwrap_or(usize::MAX));
     block_on(storage.read(0, there.into())).map_err(PackError::storage)?;
-    Ok(start.to_vec())
+    buffer.copy_to(0, &mut start);
+    Ok(start)
 }
 
 impl Head {
-    /// Reads the head of a storage that [`begins_as_image`]; `None`: something else is encrypted in it.
+    /// Reads the head of the image in a storage; `None`: something else is encrypted in it.
     pub(crate) fn read(
         storage: Arc<dyn Storage>,
         path: &Path,
         passphrase: Option<&Passphrase>,
     ) -> Result<Option<Self>, PackError> {
-        let is_encrypted = start_of(&*storage)?.starts_with(&luks::MAGIC);
+        let is_encrypted = start_of(&*storage)? == luks::MAGIC;
         let contents: Arc<dyn Storage> = if is_encrypted {
             let passphrase = passphrase.ok_or_else(|| PackError::NoPassphrase { path: path.to_path_buf() })?;
             Arc::new(block_on(luks::open(storage, passphrase))?)

@@ -38,7 +38,7 @@ pub fn open_snapshot(path: &Path, passphrase: Option<&Passphrase>) -> Result<Sna
             found.is_ok_and(|found| opened.is_ok_and(|opened| FileIdentity::of(&found) == FileIdentity::of(&opened)))
         };
         match Chain::open(&file, path, passphrase) {
-            Ok(chain) => return Ok(Snapshot::from_packed(file, path, Arc::new(UnpackedBytes::new(chain)))?),
+            Ok(chain) => return snapshot_of(chain, file, path),
             // Another limosa has given it another base meanwhile, and removed the one that it had.
             Err(_) if tries < TRIES && !is_named(&file) => tries += 1,
             Err(error) => return Err(error),
@@ -62,7 +62,11 @@ pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, PackError> {
     let made = rustix::fs::memfd_create("limosa-fuzz", MemfdFlags::CLOEXEC);
     let file = File::from(made.map_err(|errno| PackError::io("make a file in memory", path)(errno.into()))?);
     file.write_all_at(bytes, 0).map_err(PackError::io("fill a file in memory", path))?;
-    let chain = Chain::open(&file, path, None)?;
+    snapshot_of(Chain::open(&file, path, None)?, file, path)
+}
+
+/// Returns the snapshot in images; `file` is the topmost one.
+pub(crate) fn snapshot_of(chain: Chain, file: File, path: &Path) -> Result<Snapshot, PackError> {
     Ok(Snapshot::from_packed(file, path, Arc::new(UnpackedBytes::new(chain)))?)
 }
 

@@ -23,11 +23,9 @@ use crate::base::Base;
 use crate::chain::Level;
 use crate::contents::Contents;
 use crate::error::PackError;
-use crate::pieces::{for_each_piece, runs};
+use crate::pieces::{PIECE, for_each_piece, runs};
 use crate::record::{Record, TableDigest};
 
-/// Bytes that a thread reads, compresses and writes at once, at least.
-pub(crate) const PIECE: u64 = 1 << 20;
 /// The most bytes of a LUKS header that is taken over: eight key slots take 2 MiB.
 const LUKS_HEADER_MOST: u64 = 16 << 20;
 /// Bytes of a disk's sector.

@@ -6,6 +6,9 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
+/// Bytes that a thread works on at once, at least.
+pub(crate) const PIECE: u64 = 1 << 20;
+
 /// Has each piece of `length` bytes worked on once, in about their order. Each thread makes a worker for itself.
 ///
 /// # Errors

@@ -11,10 +11,7 @@ use limosa_snapshot::{Durability, Snapshot, UnnamedFile};
 
 use crate::contents::Contents;
 use crate::error::PackError;
-use crate::pieces::{for_each_piece, runs};
-
-/// Bytes that a thread reads and writes at once.
-const PIECE: u64 = 1 << 20;
+use crate::pieces::{PIECE, for_each_piece, runs};
 
 /// The result of unpacking.
 #[derive(Debug, Clone, PartialEq, Eq)]

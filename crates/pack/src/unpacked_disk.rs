@@ -1,10 +1,9 @@
 //! The contents of images, unpacked as they are asked for.
 //!
 //! Law: **a fault waits for one block**, or for those of 1 MiB where checksums are verified. A block is the largest
-//! cluster of the chain. What was unpacked is kept in a
-//! cache of [`CACHE`] bytes; a read of several blocks, and one that continues where the last one ended, has further
-//! blocks unpacked by threads meanwhile. A block that cannot be unpacked is an error of each read that needs it, and
-//! never zeros.
+//! cluster of the chain. What was unpacked is kept in a cache of [`CACHE`] bytes; a read of several blocks, and one
+//! that continues where the last one ended, has further blocks unpacked by threads meanwhile. A block that cannot be
+//! unpacked is an error of each read that needs it, and never zeros.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};

@@ -2,25 +2,23 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::MetadataExt as _;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use limosa_migrate::Handle;
 use limosa_migrate::control::Phase;
-use limosa_snapshot::{HeldSnapshot, Snapshot, SnapshotBytes, SnapshotError, UnnamedFile};
+use limosa_snapshot::{HeldSnapshot, Snapshot, SnapshotError, UnnamedFile};
 use limosa_storage::FileIdentity;
 
 use super::{PATIENCE, SnapshotDirectory, check_planned};
 use crate::base::Base;
-use crate::bytes::UnpackedBytes;
 use crate::chain::{Chain, facts};
 use crate::entry::SnapshotFile;
 use crate::equality::check_equal;
 use crate::error::PackError;
 use crate::head::is_image;
 use crate::image::DEPTH_LIMIT;
-use crate::open::open_file;
+use crate::open::{open_file, snapshot_of};
 use crate::pack::{Inherited, LuksHeader, NewFile, PackOptions, Packed, write};
 use crate::record::{REPLACED_MOST, TableDigest};
 
@@ -189,8 +187,7 @@ impl SnapshotDirectory {
             files.push((FileIdentity::of(&metadata), metadata.blocks().saturating_mul(512)));
         }
         let (cluster_size, has_base) = (top.cluster_size(), top.base_name().is_some());
-        let bytes = Arc::new(UnpackedBytes::new(chain)) as Arc<dyn SnapshotBytes>;
-        let snapshot = Snapshot::from_packed(file, path, bytes)?;
+        let snapshot = snapshot_of(chain, file, path)?;
         snapshot.lock_serving()?;
         Ok(Source { snapshot, inherited, cluster_size, has_base, files })
     }
@@ -213,18 +210,13 @@ impl SnapshotDirectory {
         let path = pending.target();
         let file = pending.file().try_clone().map_err(PackError::io("open it again", path))?;
         let chain = Chain::open(&file, path, self.passphrase.as_ref())?;
-        let bytes = Arc::new(UnpackedBytes::new(chain)) as Arc<dyn SnapshotBytes>;
-        check_equal(source, &Snapshot::from_packed(file, path, bytes)?, handle)
+        check_equal(source, &snapshot_of(chain, file, path)?, handle)
     }
 }
 
 /// Cuts the list of replaced files to what has room in a header: the one that is there first, then those that others
 /// know, then the newest ones.
-fn order_replaced(
-    replaced: &mut Vec<TableDigest>,
-    known: &[TableDigest],
-    path: &std::path::Path,
-) -> Result<(), PackError> {
+fn order_replaced(replaced: &mut Vec<TableDigest>, known: &[TableDigest], path: &Path) -> Result<(), PackError> {
     if let Some((_, before)) = replaced.split_first_mut() {
         before.sort_by_key(|tables| !known.contains(tables));
     }

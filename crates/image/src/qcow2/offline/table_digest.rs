@@ -24,9 +24,10 @@ pub async fn table_digest(storage: &dyn Storage, header: &Header) -> Result<[u8;
     };
     let (geometry, (l1, entries)) = (header.geometry(), header.l1);
     let cluster = geometry.cluster_size();
-    let mut room = storage.length()?.div_ceil(cluster);
+    let length = storage.length()?;
+    let mut room = length.div_ceil(cluster);
     let bytes = u64::from(entries).saturating_mul(8);
-    if l1.0.checked_add(bytes).is_none_or(|end| end > storage.length().unwrap_or(0)) {
+    if l1.0.checked_add(bytes).is_none_or(|end| end > length) {
         return Err(corrupt("it is not in the file"));
     }
     let mut digest = Sha256::new();
