@@ -174,19 +174,19 @@ pub(crate) fn run_pack(args: &PackArgs) -> anyhow::Result<ExitCode> {
     define_key(&args.key)?;
     let begun = Instant::now();
     refuse_one_file(&args.snapshot, &args.image)?;
-    let durability = durability(args.no_sync);
+    let durability = args.new.durability();
     let options = options(&args.how, args.level, durability)?;
     let base = open_base(&args.how, &args.image)?;
-    refuse_needed(&args.image, args.force)?;
+    refuse_needed(&args.image, args.new.force)?;
     let snapshot = open(&args.snapshot)?;
     snapshot.lock_serving()?;
-    let pending = UnnamedFile::create(&args.image, args.force)?;
+    let pending = UnnamedFile::create(&args.image, args.new.force)?;
     let handles = JobHandles::with_socket(None, JobKind::Save, "packing", false)?;
     let packed = pack(&snapshot, pending, base.as_ref(), &options, &handles.engine);
     drop(handles);
     let (packed, elapsed) = (packed?, begun.elapsed());
     tell_packed(&packed, elapsed);
-    if args.json {
+    if args.new.json {
         print_out!("{}", packed_object(&packed, elapsed));
     }
     Ok(ExitCode::SUCCESS)
@@ -196,12 +196,12 @@ pub(crate) fn run_unpack(args: &UnpackArgs) -> anyhow::Result<ExitCode> {
     define_key(&args.key)?;
     let begun = Instant::now();
     refuse_one_file(&args.image, &args.snapshot)?;
-    refuse_needed(&args.snapshot, args.force)?;
+    refuse_needed(&args.snapshot, args.new.force)?;
     let snapshot = open(&args.image)?;
     snapshot.lock_serving()?;
-    let pending = UnnamedFile::create(&args.snapshot, args.force)?;
+    let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
     let handles = JobHandles::with_socket(None, JobKind::Save, "unpacking", false)?;
-    let unpacked = unpack(&snapshot, pending, durability(args.no_sync), &handles.engine);
+    let unpacked = unpack(&snapshot, pending, args.new.durability(), &handles.engine);
     drop(handles);
     let (unpacked, elapsed) = (unpacked?, begun.elapsed());
     let UnpackedFile { path, page_bytes, .. } = &unpacked;
@@ -212,7 +212,7 @@ pub(crate) fn run_unpack(args: &UnpackArgs) -> anyhow::Result<ExitCode> {
         quantity::time(elapsed),
         quantity::rate(*page_bytes, elapsed)
     );
-    if args.json {
+    if args.new.json {
         print_out!(
             "{}",
             json!({
@@ -234,10 +234,6 @@ fn refuse_one_file(source: &Path, target: &Path) -> anyhow::Result<()> {
         bail!("{}: the snapshot and the file that is made of it must be different files", target.display());
     }
     Ok(())
-}
-
-fn durability(no_sync: bool) -> Durability {
-    if no_sync { Durability::Unsynced } else { Durability::Synced }
 }
 
 /// Describes a new packed snapshot.

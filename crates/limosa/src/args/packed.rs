@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use limosa_console::parse;
 use limosa_pack::DEFAULT_LEVEL;
+use limosa_snapshot::Durability;
 
 use super::img::ObjectArg;
 
@@ -42,6 +43,29 @@ pub(crate) struct HowPackedArgs {
     pub(crate) cluster_size: Option<u64>,
 }
 
+/// How the new file is made, and told of.
+#[derive(Debug, Args)]
+pub(crate) struct NewFileArgs {
+    /// Replace the file if it exists
+    #[arg(long)]
+    pub(crate) force: bool,
+
+    /// Do not wait until the file is durable; a power failure may lose it
+    #[arg(long)]
+    pub(crate) no_sync: bool,
+
+    /// Print one JSON object on stdout when done
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl NewFileArgs {
+    /// Whether to wait until a power cut cannot lose the file.
+    pub(crate) fn durability(&self) -> Durability {
+        if self.no_sync { Durability::Unsynced } else { Durability::Synced }
+    }
+}
+
 #[derive(Debug, Args)]
 #[command(
     after_help = "IMAGE is a qcow2 image whose contents are the snapshot's file. Every command that takes a SNAPSHOT \
@@ -66,17 +90,8 @@ pub(crate) struct PackArgs {
     #[command(flatten)]
     pub(crate) key: KeyArgs,
 
-    /// Replace the file if it exists
-    #[arg(long)]
-    pub(crate) force: bool,
-
-    /// Do not wait until the file is durable; a power failure may lose it
-    #[arg(long)]
-    pub(crate) no_sync: bool,
-
-    /// Print one JSON object on stdout when done
-    #[arg(long)]
-    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) new: NewFileArgs,
 }
 
 #[derive(Debug, Args)]
@@ -92,15 +107,6 @@ pub(crate) struct UnpackArgs {
     #[command(flatten)]
     pub(crate) key: KeyArgs,
 
-    /// Replace the file if it exists
-    #[arg(long)]
-    pub(crate) force: bool,
-
-    /// Do not wait until the file is durable; a power failure may lose it
-    #[arg(long)]
-    pub(crate) no_sync: bool,
-
-    /// Print one JSON object on stdout when done
-    #[arg(long)]
-    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) new: NewFileArgs,
 }
