@@ -18,17 +18,22 @@ fn assert_lost(scene: &Scene, ended: &Ended) {
     assert_eq!(names(&scene.path("tmp")), Vec::<String>::new());
 }
 
+/// Kills a protected VM after a number of checkpoints, and returns its last pass.
+fn lose_after(scene: &Scene, every: &str, checkpoints: u64) -> u32 {
+    let vm = scene.guest();
+    let keeper = scene.protect(&vm, &["--every", every]);
+    scene.wait_checkpoint(checkpoints, &keeper);
+    vm.wait_heartbeats(1).unwrap();
+    kill9(vm.pid()).unwrap();
+    assert_lost(scene, &keeper.wait());
+    vm.last_pass().unwrap()
+}
+
 #[test]
 fn beats_continue_from_the_newest_checkpoint_of_a_vm_that_was_killed() {
     needs_newest_qemu!();
     let scene = Scene::new();
-    let vm = scene.guest();
-    let keeper = scene.protect(&vm, &["--every", "50ms"]);
-    scene.wait_checkpoint(30, &keeper);
-    vm.wait_heartbeats(1).unwrap();
-    kill9(vm.pid()).unwrap();
-    assert_lost(&scene, &keeper.wait());
-    let last = vm.last_pass().unwrap();
+    let last = lose_after(&scene, "50ms", 30);
     let failover = scene.failover(&["--fenced"]);
     let first = failover.wait_passes(3);
     // The pass that was being announced is announced again, if not a later one.
@@ -55,13 +60,7 @@ fn whenever_the_vm_is_killed_a_stock_qemu_loads_a_checkpoint_of_one_instant() {
 fn a_checkpoint_is_restored_in_every_way_in_which_a_snapshot_is() {
     needs_newest_qemu!();
     let scene = Scene::new();
-    let vm = scene.guest();
-    let keeper = scene.protect(&vm, &["--every", "30ms"]);
-    scene.wait_checkpoint(20, &keeper);
-    vm.wait_heartbeats(1).unwrap();
-    kill9(vm.pid()).unwrap();
-    assert_lost(&scene, &keeper.wait());
-    let last = vm.last_pass().unwrap();
+    let last = lose_after(&scene, "30ms", 20);
     let first = scene.failover(&["--fenced", "--memory", "lazy"]);
     assert_follows(first.wait_passes(3), last, 2);
     first.check_and_end();

@@ -2,6 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
+use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
@@ -91,13 +92,20 @@ fn a_vm_that_ends_and_one_that_is_killed_are_told_apart() {
     wait_for("the keeper to hear it", || keeper.stderr().contains("the VM is lost").then_some(()));
 }
 
+/// Folders with the certificates of two authorities, which do not trust each other.
+fn two_authorities(scene: &Scene) -> [PathBuf; 2] {
+    ["pki", "other"].map(|name| {
+        let folder = scene.path(name);
+        Authority::new().unwrap().equip(&folder).unwrap();
+        folder
+    })
+}
+
 #[test]
 fn both_ends_identify_themselves_by_certificates_and_strangers_are_turned_away() {
     needs_newest_qemu!();
     let scene = Scene::new();
-    let (ours, theirs) = (scene.path("pki"), scene.path("other"));
-    Authority::new().unwrap().equip(&ours).unwrap();
-    Authority::new().unwrap().equip(&theirs).unwrap();
+    let [ours, theirs] = two_authorities(&scene);
     let (keeper, at) = scene.keep(ANYWHERE, &["--tls-creds", text(&ours)]);
     let vm = scene.guest();
     let found = Found::of(&vm);
@@ -142,9 +150,7 @@ fn a_bare_qemu_may_be_the_primary() {
 fn a_bare_qemu_identifies_itself_by_its_own_credentials() {
     needs_newest_qemu!();
     let scene = Scene::new();
-    let (ours, theirs) = (scene.path("pki"), scene.path("other"));
-    Authority::new().unwrap().equip(&ours).unwrap();
-    Authority::new().unwrap().equip(&theirs).unwrap();
+    let [ours, theirs] = two_authorities(&scene);
     let (keeper, at) = scene.keep(ANYWHERE, &["--tls-creds", text(&ours)]);
     let vm = scene.guest();
     for (id, folder) in [("others", &theirs), ("ours", &ours)] {
