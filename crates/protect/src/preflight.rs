@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use limosa_qemu::monitor::{Device, Monitor, NetworkBackend, RunState, Settings};
 use limosa_qemu::qmp::Version;
-use limosa_qemu::{EpochDisks, EpochOverlays, background_settings};
+use limosa_qemu::{EpochDisks, EpochOverlays, background_settings, why_no_background_snapshot};
 use limosa_snapshot::{FenceScope, Manifest, Transport};
 
 use crate::convergence::DOWNTIME_LIMIT;
@@ -57,7 +57,12 @@ impl Preflight {
         let (version, kvm) = (monitor.version(), monitor.has_kvm()?);
         match options.method {
             CheckpointMethod::Colo => check_version(version, kvm)?,
-            CheckpointMethod::Background => check_timing(options.every)?,
+            CheckpointMethod::Background => {
+                if let Some(why) = why_no_background_snapshot(version) {
+                    return refused(why);
+                }
+                check_timing(options.every)?;
+            }
         }
         let status = monitor.status()?;
         if status.state != RunState::Running {

@@ -88,7 +88,7 @@ pub use restore::{
 pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
 pub use save::{
     DiskPolicy, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, background_settings,
-    explain_background_refusal, save,
+    explain_background_refusal, save, why_no_background_snapshot,
 };
 pub use socket_directory::{SOCKET_PATH_MAX, SocketDirectory};
 pub use watchdog::{Advice as WatchdogAdvice, Heartbeat, Watchdog, WatchdogEnd, WatchdogError, run as run_watchdog};

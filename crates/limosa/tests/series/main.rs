@@ -32,3 +32,4 @@ mod everywhere;
 mod pairs;
 mod steps;
 mod types;
+mod unseen_writes;

@@ -15,7 +15,7 @@ use crate::scene::{
     saved_beat, text, wait_guest, wait_migration_status,
 };
 use crate::stage::channels::free_port;
-use crate::stage::{Found, assert_beats, limosa, save, wait_for, wait_gone, watchdog};
+use crate::stage::{Found, assert_beats, limosa, save, save_arguments, wait_for, wait_gone, watchdog};
 use crate::{clone_scene, run_scene};
 
 /// The machine type that all series know.
@@ -70,7 +70,7 @@ pub(crate) fn saved_in_every_way(source: Series, destination: Series) {
     }
 }
 
-/// Saved while it runs and writes: in one moment, though the VM continues.
+/// Saved while it runs and writes: in one moment, though the VM continues. Refused where that could cost the VM.
 pub(crate) fn saved_in_the_background(source: Series, destination: Series) {
     let scene = Scene::new();
     let vm = machine(source).start().unwrap();
@@ -79,6 +79,10 @@ pub(crate) fn saved_in_the_background(source: Series, destination: Series) {
     let found = Found::of(&vm);
     let before = vm.last_pass().unwrap();
     let snapshot = scene.path("snapshot");
+    if source == Series::Oldest {
+        let refused = limosa(save_arguments(&vm, &snapshot, &["--background"]));
+        return assert_failed(&refused, &["leaves the VM hanging", "leave --background out"]);
+    }
     let report = save(&vm, &snapshot, &["--background", "--no-sync"]);
     assert_eq!(report["pages"]["resent"], 0, "each page comes once: {report}");
     found.assert_same(&vm);

@@ -11,30 +11,45 @@
 //!   QEMU writes.
 //! * It needs userfaultfd with write protection for every RAM block: anonymous memory on Linux 5.7, shared memory and
 //!   huge pages on 5.19. Where QEMU may not open userfaultfd, the capability is refused.
+//! * A QEMU before 8.1 lets go of the protected memory only at the end of a whole snapshot. If one is cancelled, or
+//!   nobody reads it any more, the VM hangs at its next write, for good (shown with 7.2.22). So it is refused there.
 //! * The state `paused` while the devices are saved is QEMU's own doing; the stream says which one it was before.
 
 use crate::conflict::{Conflict, JobOption, MissingPermission};
 use crate::job::JobError;
 use crate::monitor::{Monitor, Settings};
-use crate::qmp::QmpError;
+use crate::qmp::{QmpError, Version};
 
 /// Capabilities that exclude it, beyond those that are off for every save.
 const EXCLUDED: [&str; 4] = ["auto-converge", "late-block-activate", "postcopy-blocktime", "validate-uuid"];
+
+/// The first QEMU that lets go of the memory whenever a snapshot ends.
+const FIRST_THAT_LETS_GO: Version = Version::new(8, 1, 0);
 
 /// Settings with everything off that excludes it.
 pub(super) fn settings() -> Settings {
     EXCLUDED.into_iter().fold(Settings::new(), |wish, name| wish.capability(name, false))
 }
 
-/// Whether QEMU knows it at all.
+/// Whether QEMU has it, in a form that never costs the VM.
 pub(super) fn check(monitor: &Monitor, current: &Settings) -> Result<(), JobError> {
-    if current.capabilities.contains_key("background-snapshot") {
-        return Ok(());
+    let why = if current.capabilities.contains_key("background-snapshot") {
+        why_not(monitor.version())
+    } else {
+        Some(format!("QEMU {} has no background snapshots", monitor.version()))
+    };
+    match why {
+        None => Ok(()),
+        Some(why) => Err(JobError::conflict(why, Conflict::Unsupported(JobOption::Background))),
     }
-    Err(JobError::conflict(
-        format!("QEMU {} has no background snapshots", monitor.version()),
-        Conflict::Unsupported(JobOption::Background),
-    ))
+}
+
+/// Returns why a QEMU of this version is not asked for background snapshots, if it is not.
+#[must_use]
+pub fn why_not(version: Version) -> Option<String> {
+    (version < FIRST_THAT_LETS_GO).then(|| {
+        format!("a background snapshot of QEMU {version} that ends early leaves the VM hanging (8.1 mends that)")
+    })
 }
 
 /// Returns QEMU's refusal of a background snapshot as the conflict that it is; other errors as they are.

@@ -13,6 +13,7 @@ use limosa_stream::ErrorKind;
 use super::connection::connect;
 use super::job::{SaveJob, SaveReport, Saved, afterwards};
 use super::preflight::record_disks_again;
+use super::unseen_writes;
 use super::watcher::Watcher;
 use crate::job::JobError;
 use crate::job_record::JobRecord;
@@ -31,8 +32,9 @@ pub(super) fn run(
 ) -> Result<SaveReport, JobError> {
     let mut writer = SnapshotWriter::new(pending, job.write_options())?;
     let mut watcher = Watcher::new(job, false)?;
+    let was_stopped = job.before.stands_still && unseen_writes::stop(job.monitor, job.watch.notice)?;
     let channels = connect(job, &mut watcher, hold)?;
-    let incoming = thread::scope(|scope| {
+    let mut incoming = thread::scope(|scope| {
         let receiving =
             thread::Builder::new().name("receive".into()).spawn_scoped(scope, || receive(job, channels, &mut writer));
         let receiving = receiving.map_err(|source| JobError::Io {
@@ -76,8 +78,12 @@ pub(super) fn run(
     })?;
     let mut manifest = job.before.manifest.clone();
     manifest.transport = Some(Transport::Socket);
-    let recorded = incoming.devices.global_state(&incoming.tail).ok().flatten();
-    let state = recorded.map_or_else(|| watcher.state().clone(), |state| RunState::from(state.run_state.as_str()));
+    let state = if was_stopped {
+        unseen_writes::put_running(&mut incoming)?
+    } else {
+        let recorded = incoming.devices.global_state(&incoming.tail).ok().flatten();
+        recorded.map_or_else(|| watcher.state().clone(), |state| RunState::from(state.run_state.as_str()))
+    };
     manifest.run_state = Some(state.to_string());
     manifest.pages.resent = incoming.stats.resent_pages;
     record_disks_again(&mut manifest)?;

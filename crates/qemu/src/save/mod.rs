@@ -23,6 +23,7 @@ mod preflight;
 mod rounds;
 mod served;
 mod transport;
+mod unseen_writes;
 mod watcher;
 
 use std::os::fd::BorrowedFd;
@@ -37,7 +38,7 @@ use crate::job_record::{JobKind, JobRecord, JobRecordError, VmAfterJob};
 use crate::monitor::{Monitor, SettingChange, Settings};
 use crate::takeover::{Actor, abandoned, take_over_holding};
 use crate::watchdog::{HeldConnections, Watchdog};
-pub use background::explain as explain_background_refusal;
+pub use background::{explain as explain_background_refusal, why_not as why_no_background_snapshot};
 pub(crate) use by_file::file_channels;
 use job::SaveJob;
 pub use job::SaveReport;
@@ -193,7 +194,11 @@ fn prepare(
     options.check()?;
     let before = Preflight::check(monitor, options)?;
     if options.hint_wait.is_some() && !before.waits_for_hints {
-        let why = if before.was_running { "no balloon of it has free-page-hint=on" } else { "the VM is stopped" };
+        let why = match (before.was_running, before.stands_still) {
+            (true, false) => "no balloon of it has free-page-hint=on",
+            (true, true) => "it stands still meanwhile",
+            (false, _) => "the VM is stopped",
+        };
         (watch.notice)(&format!("the save does not wait for the guest's free pages: {why}"));
     }
     let transport = choose_transport(monitor, options)?;

@@ -9,6 +9,7 @@ use limosa_stream::Configuration;
 use super::options::{DiskPolicy, SaveOptions};
 use super::overlay::{self, Planned};
 use super::served::{self, PlannedServed};
+use super::unseen_writes;
 use crate::conflict::{Conflict, DiskConflict, StateConflict};
 use crate::disk_server::{Remote, is_nbd};
 use crate::job::JobError;
@@ -23,6 +24,8 @@ const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 pub(super) struct Preflight {
     /// Whether its virtual CPUs were running.
     pub(super) was_running: bool,
+    /// Whether it is stopped before its memory is sent.
+    pub(super) stands_still: bool,
     /// Whether memory goes out slowly at first, until QEMU has heard which pages are free.
     pub(super) waits_for_hints: bool,
     /// The snapshot's record so far.
@@ -77,8 +80,10 @@ impl Preflight {
         }
         // A guest that sleeps is woken by its devices: its CPUs are stopped, but the VM is not.
         let was_running = status.running || is_live(&status.state);
+        let stands_still = unseen_writes::are_possible(monitor, options, &status)?;
         // QEMU does not ask the balloon of a stopped VM.
-        let waits_for_hints = options.hint_wait.is_some() && was_running && monitor.has_free_page_hints()?;
+        let may_ask = was_running && !stands_still;
+        let waits_for_hints = options.hint_wait.is_some() && may_ask && monitor.has_free_page_hints()?;
         let goes_on = was_running && !options.stop;
         let Disks { own, remote } = disks(monitor, options, goes_on)?;
         let mut manifest = Manifest::new();
@@ -100,7 +105,7 @@ impl Preflight {
         manifest.vm_uuid = monitor.uuid()?;
         manifest.vm_name = monitor.vm_name()?;
         manifest.run_state = Some(status.state.to_string());
-        Ok(Self { was_running, waits_for_hints, manifest, overlays, served })
+        Ok(Self { was_running, stands_still, waits_for_hints, manifest, overlays, served })
     }
 
     /// Whether disks get overlays.

@@ -124,6 +124,10 @@ impl<'a> Watcher<'a> {
                     self.stopped.get_or_insert(event);
                 }
                 "RESUME" if self.job.options.background => self.note_resumed(event),
+                "RESUME" if self.job.before.stands_still => {
+                    self.cancelling = Some(JobError::refused("the VM was continued while it had to stand still"));
+                    self.cancel()?;
+                }
                 // Another client stopped and continued it: that is no part of the downtime.
                 "RESUME" => self.stopped = None,
                 "SHUTDOWN" => self.state = RunState::Shutdown,
