@@ -72,10 +72,34 @@ fn a_vm_that_is_continued_while_it_must_stand_still_is_not_saved() {
     let scene = Scene::new();
     let vm = guest();
     let found = Found::of(&vm);
-    let saving = saving(&vm, &scene.path("snapshot"));
-    vm.execute("cont", json!({})).unwrap();
-    assert_failed(&saving.wait(), &["was continued while it had to stand still"]);
-    assert!(!scene.path("snapshot").exists());
+    // Also one that its user had stopped before.
+    for stop in [false, true] {
+        if stop {
+            vm.stop().unwrap();
+        }
+        let saving = saving(&vm, &scene.path("snapshot"));
+        vm.execute("cont", json!({})).unwrap();
+        assert_failed(&saving.wait(), &["was continued while it had to stand still"]);
+        assert!(!scene.path("snapshot").exists());
+        if stop {
+            vm.execute("cont", json!({})).unwrap();
+        }
+        found.assert_same(&vm);
+        assert_beats(&vm);
+    }
+}
+
+#[test]
+fn a_time_out_ends_a_save_that_a_vm_stands_still_for() {
+    needs_qemu!();
+    if series_skipped() {
+        return;
+    }
+    let scene = Scene::new();
+    let vm = guest();
+    let found = Found::of(&vm);
+    let how = [&SLOWLY[..], &["--timeout", "500ms"]].concat();
+    assert_failed(&limosa(save_arguments(&vm, &scene.path("snapshot"), &how)), &["not done within 0.5 s"]);
     found.assert_same(&vm);
     assert_beats(&vm);
 }

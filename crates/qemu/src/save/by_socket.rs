@@ -16,7 +16,7 @@ use super::preflight::record_disks_again;
 use super::unseen_writes;
 use super::watcher::Watcher;
 use crate::job::JobError;
-use crate::job_record::JobRecord;
+use crate::job_record::{JobPhase, JobRecord};
 use crate::monitor::{MigrationStatus, RunState};
 
 /// How long the receiver may take to notice that QEMU has gone.
@@ -32,7 +32,8 @@ pub(super) fn run(
 ) -> Result<SaveReport, JobError> {
     let mut writer = SnapshotWriter::new(pending, job.write_options())?;
     let mut watcher = Watcher::new(job, false)?;
-    let was_stopped = job.before.stands_still && unseen_writes::stop(job.monitor, job.watch.notice)?;
+    let was_stopped =
+        job.before.stands_still && unseen_writes::stop(job.monitor, job.before.was_running, job.watch.notice)?;
     let channels = connect(job, &mut watcher, hold)?;
     let mut incoming = thread::scope(|scope| {
         let receiving =
@@ -76,9 +77,12 @@ pub(super) fn run(
             (Err(error), _) => Err(error),
         }
     })?;
+    watcher.expect_still()?;
     let mut manifest = job.before.manifest.clone();
     manifest.transport = Some(Transport::Socket);
-    let state = if was_stopped {
+    let state = if let Some(end) = watcher.end().filter(|_| was_stopped) {
+        end.clone()
+    } else if was_stopped {
         unseen_writes::put_running(&mut incoming)?
     } else {
         let recorded = incoming.devices.global_state(&incoming.tail).ok().flatten();
@@ -97,8 +101,10 @@ pub(super) fn run(
         let ended = incoming.acknowledge().map_err(JobError::from).and_then(|()| watcher.wait_completed());
         ended.map_err(|error| afterwards(&published, error))?;
         if let Err(error @ MigrateError::Protocol(_)) = incoming.confirm_end() {
-            // Not whole after all, and its VM is still here.
+            // Not whole after all, and its VM is still here: it runs on.
             let _ = std::fs::remove_file(&published.path);
+            record.phase = JobPhase::Working;
+            record.update(job.monitor)?;
             return Err(error.into());
         }
         let rounds = watcher.totals().ok().flatten().map(|ram| ram.dirty_sync_count);

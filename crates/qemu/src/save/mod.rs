@@ -196,7 +196,7 @@ fn prepare(
     if options.hint_wait.is_some() && !before.waits_for_hints {
         let why = match (before.was_running, before.stands_still) {
             (true, false) => "no balloon of it has free-page-hint=on",
-            (true, true) => "it stands still meanwhile",
+            (true, true) => "it stands still while it is saved",
             (false, _) => "the VM is stopped",
         };
         (watch.notice)(&format!("the save does not wait for the guest's free pages: {why}"));

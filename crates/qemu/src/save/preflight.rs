@@ -24,7 +24,7 @@ const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 pub(super) struct Preflight {
     /// Whether its virtual CPUs were running.
     pub(super) was_running: bool,
-    /// Whether it is stopped before its memory is sent.
+    /// Whether it must stand still while its memory is sent, and is stopped before if it runs.
     pub(super) stands_still: bool,
     /// Whether memory goes out slowly at first, until QEMU has heard which pages are free.
     pub(super) waits_for_hints: bool,
@@ -80,7 +80,10 @@ impl Preflight {
         }
         // A guest that sleeps is woken by its devices: its CPUs are stopped, but the VM is not.
         let was_running = status.running || is_live(&status.state);
-        let stands_still = unseen_writes::are_possible(monitor, options, &status)?;
+        let stands_still = unseen_writes::are_possible(monitor, options)?;
+        if stands_still {
+            unseen_writes::expect_awake(&status.state)?;
+        }
         // QEMU does not ask the balloon of a stopped VM.
         let may_ask = was_running && !stands_still;
         let waits_for_hints = options.hint_wait.is_some() && may_ask && monitor.has_free_page_hints()?;

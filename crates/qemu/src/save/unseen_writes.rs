@@ -14,31 +14,60 @@ use limosa_migrate::stored::ReceivedStream;
 
 use super::options::SaveOptions;
 use crate::job::JobError;
-use crate::monitor::{Monitor, RunState, VmStatus};
+use crate::monitor::{Monitor, RunState};
 use crate::qmp::{QmpError, Version};
 
 /// The first QEMU that sees what an emulated VM writes.
 const FIRST_THAT_SEES: Version = Version::new(9, 0, 0);
 
-/// Whether QEMU would not see all that the VM writes while it is saved.
-pub(super) fn are_possible(monitor: &Monitor, options: &SaveOptions, status: &VmStatus) -> Result<bool, QmpError> {
-    Ok(!options.background && status.running && monitor.version() < FIRST_THAT_SEES && !monitor.has_kvm()?)
+/// Whether QEMU would not see all that the VM writes while it is saved, if it runs.
+pub(super) fn are_possible(monitor: &Monitor, options: &SaveOptions) -> Result<bool, QmpError> {
+    Ok(!options.background && monitor.version() < FIRST_THAT_SEES && !monitor.has_kvm()?)
 }
 
-/// Stops the VM. Returns false if it has stopped for a reason of its own.
-pub(super) fn stop(monitor: &Monitor, notice: &dyn Fn(&str)) -> Result<bool, QmpError> {
+/// Stops the VM if it runs, and returns whether that was done. `was_running` is what the checks have found.
+pub(super) fn stop(monitor: &Monitor, was_running: bool, notice: &dyn Fn(&str)) -> Result<bool, JobError> {
+    let before = monitor.status()?;
+    if before.running && !was_running {
+        return Err(continued());
+    }
+    expect_awake(&before.state)?;
+    if !before.running {
+        return Ok(false);
+    }
     notice(&format!(
         "the VM stands still while it is saved: QEMU {} does not see all that a VM without KVM writes (9.0 does)",
         monitor.version()
     ));
     monitor.stop()?;
-    Ok(monitor.status()?.state == RunState::Paused)
+    let now = monitor.status()?.state;
+    expect_awake(&now)?;
+    // A guest that is reset at this instant is left in the second.
+    Ok(matches!(now, RunState::Paused | RunState::Prelaunch))
+}
+
+/// Refuses a VM that sleeps: QEMU does not stop it, and anything wakes it.
+pub(super) fn expect_awake(state: &RunState) -> Result<(), JobError> {
+    match state {
+        RunState::Suspended => Err(JobError::refused(
+            "the VM sleeps, and this QEMU would not see what it writes if it is woken: wake it before it is saved",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The VM has run while its memory was sent.
+pub(super) fn continued() -> JobError {
+    JobError::refused("the VM was continued while it had to stand still")
 }
 
 /// Has the snapshot of a VM that was stopped say that it runs. Returns that state.
 pub(super) fn put_running(stream: &mut ReceivedStream) -> Result<RunState, JobError> {
     let state = RunState::Running;
-    let put = stream.devices.replace_run_state(&mut stream.tail, &state.to_string());
-    put.map_err(MigrateError::from)?;
+    // A VM whose user has that section left out comes back as one that runs in any case.
+    if stream.devices.global_state(&stream.tail).map_err(MigrateError::from)?.is_some() {
+        let put = stream.devices.replace_run_state(&mut stream.tail, &state.to_string());
+        put.map_err(MigrateError::from)?;
+    }
     Ok(state)
 }

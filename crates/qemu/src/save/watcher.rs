@@ -11,6 +11,7 @@ use super::hints::{self, HintWait};
 use super::job::{SETTLES_WITHIN, SaveJob};
 use super::options::{OnTimeout, SaveTimeout};
 use super::rounds::Rounds;
+use super::unseen_writes;
 use crate::job::{JobError, NotConverging};
 use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
 use crate::qmp::Event;
@@ -39,6 +40,10 @@ pub(super) struct Watcher<'a> {
     deadline: Option<Instant>,
     stopped: Option<Event>,
     resumed: Option<Event>,
+    /// A VM that had to stand still was continued.
+    ran_unseen: bool,
+    /// The guest has ended by itself.
+    end: Option<RunState>,
     /// When a VM that is saved in the background continued, counted from the beginning of the save.
     ran_after: Duration,
     last: Option<MigrationInfo>,
@@ -82,6 +87,8 @@ impl<'a> Watcher<'a> {
             deadline: job.options.timeout.map(|timeout| job.begun + timeout.limit),
             stopped: None,
             resumed: None,
+            ran_unseen: false,
+            end: None,
             ran_after: Duration::ZERO,
             last: None,
             cancelling: None,
@@ -124,14 +131,11 @@ impl<'a> Watcher<'a> {
                     self.stopped.get_or_insert(event);
                 }
                 "RESUME" if self.job.options.background => self.note_resumed(event),
-                "RESUME" if self.job.before.stands_still => {
-                    self.cancelling = Some(JobError::refused("the VM was continued while it had to stand still"));
-                    self.cancel()?;
-                }
+                "RESUME" if self.job.before.stands_still => self.ran_unseen = true,
                 // Another client stopped and continued it: that is no part of the downtime.
                 "RESUME" => self.stopped = None,
-                "SHUTDOWN" => self.state = RunState::Shutdown,
-                "GUEST_PANICKED" => self.state = RunState::GuestPanicked,
+                "SHUTDOWN" => self.note_end(RunState::Shutdown),
+                "GUEST_PANICKED" => self.note_end(RunState::GuestPanicked),
                 _ => status = event.data.get("status").and_then(|name| name.as_str()).map(MigrationStatus::from),
             }
         }
@@ -248,6 +252,10 @@ impl<'a> Watcher<'a> {
             self.cancelling = Some(MigrateError::Cancelled.into());
             return self.cancel();
         }
+        if self.ran_unseen {
+            self.cancelling = Some(unseen_writes::continued());
+            return self.cancel();
+        }
         let bandwidth = watch.handle.control.max_bandwidth();
         let bandwidth = if self.hints.is_some() { hints::slow(bandwidth) } else { bandwidth };
         if bandwidth != self.applied_bandwidth {
@@ -255,12 +263,15 @@ impl<'a> Watcher<'a> {
                 .apply_settings(&Settings::new().parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get)))?;
             self.applied_bandwidth = bandwidth;
         }
-        if (self.stopped.is_none() || options.background)
+        let stands_still = self.job.before.stands_still;
+        if (self.stopped.is_none() || options.background || stands_still)
             && self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
             && let Some(SaveTimeout { limit, action }) = options.timeout
         {
             self.deadline = None;
             match action {
+                // It is stopped.
+                OnTimeout::Pause if stands_still => {}
                 OnTimeout::Pause => {
                     (watch.notice)(&format!("not done after {} s: stopping the VM", limit.as_secs_f64()));
                     // Not `stop`: the snapshot would come back stopped. A QEMU that may take its time stops the VM
@@ -290,6 +301,27 @@ impl<'a> Watcher<'a> {
     /// Rules a cancel out from here on: the snapshot has its name.
     pub(super) fn commit(&mut self) {
         self.committed = true;
+    }
+
+    fn note_end(&mut self, state: RunState) {
+        self.state = state.clone();
+        self.end = Some(state);
+    }
+
+    /// How the guest has ended by itself meanwhile, if it has.
+    pub(super) const fn end(&self) -> Option<&RunState> {
+        self.end.as_ref()
+    }
+
+    /// Expects that a VM that had to stand still has done so until now.
+    pub(super) fn expect_still(&mut self) -> Result<(), JobError> {
+        if !self.job.before.stands_still {
+            return Ok(());
+        }
+        // Events from before the answer are here with it.
+        self.job.monitor.status()?;
+        let resumed = self.job.monitor.qmp().wait_event(&["RESUME"], Duration::ZERO)?;
+        if self.ran_unseen || resumed.is_some() { Err(unseen_writes::continued()) } else { Ok(()) }
     }
 
     /// Returns the state in which the VM was when it was stopped for the save, if QEMU reported it.

@@ -184,14 +184,14 @@ fn save(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor)
                 return Step::Finish(Outcome::Undecided);
             }
             if seen.migration == M::Setup && progress.waited < SAVE_SETUP_PATIENCE {
-                return Step::Wait;
+                return wait(record, seen, progress);
             }
             // A migration that waits goes nowhere by itself, also when it came there after it was too late to cancel
             // it.
             let waits = seen.migration == M::PreSwitchover;
-            if progress.cancelled && !waits { Step::Wait } else { Step::Cancel }
+            if progress.cancelled && !waits { wait(record, seen, progress) } else { Step::Cancel }
         }
-        M::Cancelling | M::Failing => Step::Wait,
+        M::Cancelling | M::Failing => wait(record, seen, progress),
         M::PostcopyDevice | M::PostcopyActive | M::PostcopyPaused | M::PostcopyRecoverSetup | M::PostcopyRecover => {
             Step::Finish(Outcome::Undecided)
         }
@@ -200,7 +200,9 @@ fn save(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor)
             let outcome = match &seen.run {
                 RunState::FinishMigrate | RunState::SaveVm | RunState::RestoreVm => return Step::Wait,
                 RunState::Running => Outcome::Running,
-                RunState::Paused | RunState::Postmigrate => {
+                RunState::Prelaunch if !record.was_running => Outcome::StoppedAsBefore,
+                // (A guest that was reset while it stood still for its save is in `prelaunch`.)
+                RunState::Paused | RunState::Postmigrate | RunState::Prelaunch => {
                     let stays = match (record.phase, actor) {
                         (JobPhase::Undecided, Actor::Watchdog) => Some(Outcome::Undecided),
                         (JobPhase::Published, Actor::Watchdog) if record.vm_after == VmAfterJob::Stopped => {
@@ -215,7 +217,6 @@ fn save(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor)
                         None => Outcome::ContinueRefused,
                     }
                 }
-                RunState::Prelaunch => Outcome::StoppedAsBefore,
                 RunState::Other(_) | RunState::Inmigrate | RunState::Colo => Outcome::Unknown,
                 _ => Outcome::StoppedByItself,
             };
@@ -227,6 +228,13 @@ fn save(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor)
             }
         }
     }
+}
+
+/// Waits for the end of a migration. A VM that stands still for its save is continued before: no file has its name yet.
+fn wait(record: &JobRecord, seen: &QemuState, progress: &Progress) -> Step {
+    let stands_still = matches!(seen.run, RunState::Paused | RunState::Prelaunch) && record.was_running;
+    let is_unfinished = record.job == JobKind::Save && record.phase == JobPhase::Working;
+    if stands_still && is_unfinished && progress.continued < CONTINUE_ATTEMPTS { Step::Continue } else { Step::Wait }
 }
 
 fn restore(record: &JobRecord, seen: &QemuState, progress: &Progress) -> Step {
@@ -366,9 +374,33 @@ mod tests {
     }
 
     #[test]
+    fn a_vm_that_stands_still_for_its_save_does_not_wait_for_the_end_of_the_migration() {
+        let step = |record: &JobRecord, run, migration, cancelled| {
+            let progress = Progress { cancelled, ..Progress::default() };
+            next_step(record, &seen(run, migration), &progress, Actor::Watchdog)
+        };
+        let working = record(JobKind::Save, true);
+        for run in ["paused", "prelaunch"] {
+            assert_eq!(step(&working, run, "setup", false), Step::Continue);
+            assert_eq!(step(&working, run, "active", false), Step::Cancel);
+            for migration in ["active", "device", "cancelling", "failing"] {
+                assert_eq!(step(&working, run, migration, true), Step::Continue, "{migration}");
+            }
+        }
+        let published = JobRecord { phase: JobPhase::Published, ..record(JobKind::Save, true) };
+        for other in [published, record(JobKind::Save, false), record(JobKind::Protect, true)] {
+            assert_eq!(step(&other, "paused", "cancelling", true), Step::Wait);
+        }
+        let refused = Progress { continued: CONTINUE_ATTEMPTS, ..Progress::default() };
+        assert_eq!(next_step(&working, &seen("paused", "cancelling"), &refused, Actor::Watchdog), Step::Wait);
+    }
+
+    #[test]
     fn a_vm_that_ran_before_a_save_is_continued_before_anything_is_tidied() {
         let record = record(JobKind::Save, true);
-        for (run, migration) in [("postmigrate", "completed"), ("paused", "failed"), ("paused", "cancelled")] {
+        let ends =
+            [("postmigrate", "completed"), ("paused", "failed"), ("paused", "cancelled"), ("prelaunch", "failed")];
+        for (run, migration) in ends {
             assert_eq!(
                 next_step(&record, &seen(run, migration), &Progress::default(), Actor::Watchdog),
                 Step::Continue
