@@ -24,6 +24,7 @@ pub(super) fn run(limosa: &Path) -> Result<()> {
     let directory = folder.path().join("vm");
     let machine = Machine::linux(LinuxGuest::default()).series(Series::Newest);
     say("\nAnother guest, with a checkpoint ten times a second:");
+    let begun = Instant::now();
     let vm = machine.start()?;
     vm.wait_counts(2)?;
     command_line(&["limosa", "protect", "--qmp", "QMP", "vm", "--every", "100ms"]);
@@ -43,6 +44,7 @@ pub(super) fn run(limosa: &Path) -> Result<()> {
     let next = serial.wait_counts(1)?;
     let took = seconds(killed.elapsed());
     say(&format!("The guest had counted to {last}, and continues with {next}, {took} after it was killed."));
+    say(&format!("All of that took {}, most of it for the guest to boot.", seconds(begun.elapsed())));
     ensure!((last..=last + 2).contains(&next), "the guest counted {next} after {last}");
     // QEMU has -no-reboot.
     serial.send("reboot -f")?;

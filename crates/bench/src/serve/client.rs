@@ -29,6 +29,8 @@ pub(crate) struct Load {
     pub(crate) write: bool,
     /// Requests in flight, on each connection.
     pub(crate) depth: u64,
+    /// Requests of the same load that came before.
+    pub(crate) first: u64,
     /// Requests on all connections.
     pub(crate) count: u64,
     /// Connections, or queues of a device.
@@ -50,7 +52,8 @@ pub(crate) enum Front {
 impl Load {
     /// Writes of 4 KiB anywhere on a disk of `size` bytes, 16 in flight on one connection; none yet.
     pub(crate) const fn new(size: u64) -> Self {
-        Self { size, length: 4096, step: None, write: true, depth: 16, count: 0, connections: 1, front: Front::Unix }
+        let (length, depth, connections, front) = (4096, 16, 1, Front::Unix);
+        Self { size, length, step: None, write: true, depth, first: 0, count: 0, connections, front }
     }
 }
 
@@ -206,8 +209,17 @@ struct Places<'a> {
 
 impl<'a> Places<'a> {
     fn new(load: &'a Load, number: u64) -> Self {
-        let next = number * (load.count / load.connections);
-        Self { load, next, state: 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(number + 1) }
+        let next = load.first + number * (load.count / load.connections);
+        let mut places = Self { load, next, state: 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(number + 1) };
+        (0..load.first / load.connections).for_each(|_| places.step());
+        places
+    }
+
+    /// Makes the next random number.
+    const fn step(&mut self) {
+        self.state ^= self.state << 13;
+        self.state ^= self.state >> 7;
+        self.state ^= self.state << 17;
     }
 
     fn next_place(&mut self) -> u64 {
@@ -216,9 +228,7 @@ impl<'a> Places<'a> {
             self.next += 1;
             return (self.next - 1) * step % size;
         }
-        self.state ^= self.state << 13;
-        self.state ^= self.state >> 7;
-        self.state ^= self.state << 17;
+        self.step();
         self.state % (size / u64::from(length)).max(1) * u64::from(length)
     }
 }

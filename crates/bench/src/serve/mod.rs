@@ -5,6 +5,7 @@
 //! alone. What the client and the socket allow at most is shown by devices that keep nothing.
 
 pub(crate) mod client;
+mod epochs;
 pub(crate) mod servers;
 
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 use self::client::{Front, Load};
-use self::servers::{Address, LIMOSA, NBDKIT, QEMU, Server, UNRECORDED};
+use self::servers::{Address, Disk, EPOCHS, LIMOSA, NBDKIT, QEMU, Server, UNRECORDED};
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::measure::{Measured, process_cpu};
@@ -33,19 +34,6 @@ const START: &str = "from exec to the first reply";
 #[derive(Debug, Clone)]
 struct Images {
     folder: PathBuf,
-}
-
-/// The disk that is served.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Disk {
-    /// A raw file with contents.
-    Raw,
-    /// A qcow2 image with all contents.
-    Qcow2,
-    /// A new qcow2 image over a raw one, for each run.
-    Overlay,
-    /// QEMU's and nbdkit's null devices; of limosa, which has none, an empty raw file.
-    Null,
 }
 
 impl Images {
@@ -143,6 +131,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
                 report.ratios.extend(ratio(&all, case, LIMOSA, other, figure));
             }
         }
+        report.ratios.extend(ratio(&all, case, EPOCHS, LIMOSA, IOPS));
     }
     report.targets = targets(&all, &cases);
     Ok(report)
@@ -250,7 +239,10 @@ fn measure(images: &Images, server: &Server, disk: Disk, load: &Load) -> Result<
     let running = server.start(disk, &file, &address)?;
     let mut connections = client::connect(&address, load)?;
     let before = process_cpu(running.pid())?;
-    let mut result = client::run(&mut connections, load)?;
+    let mut result = match server.name() {
+        EPOCHS => epochs::run(&mut connections, load, &servers::control(&file))?,
+        _ => client::run(&mut connections, load)?,
+    };
     let cpu = process_cpu(running.pid())?.saturating_sub(before);
     drop((connections, running));
     result.latencies.sort_unstable();

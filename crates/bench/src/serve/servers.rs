@@ -5,13 +5,14 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use super::Disk;
 use super::client::{Front, Load};
 use crate::process::Process;
 
 pub(crate) const LIMOSA: &str = "limosa";
 /// limosa without a journal: a server that is killed loses what clients have not flushed.
 pub(super) const UNRECORDED: &str = "limosa, no journal";
+/// limosa with a log beside the image, for a disk whose writes belong to checkpoints.
+pub(super) const EPOCHS: &str = "limosa, epochs";
 pub(crate) const QEMU: &str = "qemu-storage-daemon";
 pub(super) const NBDKIT: &str = "nbdkit";
 
@@ -28,6 +29,24 @@ pub(crate) enum Address {
     Device(PathBuf, u16),
 }
 
+/// The control socket of the server of a file.
+pub(super) fn control(file: &Path) -> PathBuf {
+    file.with_file_name("control")
+}
+
+/// The disk that is served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Disk {
+    /// A raw file with contents.
+    Raw,
+    /// A qcow2 image with all contents.
+    Qcow2,
+    /// A new qcow2 image over a raw one, for each run.
+    Overlay,
+    /// QEMU's and nbdkit's null devices; of limosa, which has none, an empty raw file.
+    Null,
+}
+
 /// A server that can be started.
 #[derive(Debug, Clone)]
 pub(super) struct Server {
@@ -38,7 +57,7 @@ pub(super) struct Server {
 /// Returns those that are installed.
 pub(super) fn all(limosa: &Path) -> Vec<Server> {
     let found = |program: &Path| Command::new(program).arg("--version").stdout(Stdio::null()).status().is_ok();
-    [(LIMOSA, limosa), (UNRECORDED, limosa), (QEMU, Path::new(QEMU)), (NBDKIT, Path::new(NBDKIT))]
+    [(LIMOSA, limosa), (UNRECORDED, limosa), (EPOCHS, limosa), (QEMU, Path::new(QEMU)), (NBDKIT, Path::new(NBDKIT))]
         .into_iter()
         .filter(|(_, program)| found(program))
         .map(|(name, program)| Server { name, program: program.to_owned() })
@@ -54,6 +73,7 @@ impl Server {
     pub(super) fn serves(&self, disk: Disk, load: &Load) -> bool {
         match self.name {
             UNRECORDED => disk == Disk::Overlay,
+            EPOCHS => load.write && load.front == Front::Unix && load.connections == 1 && disk != Disk::Null,
             NBDKIT => matches!(disk, Disk::Raw | Disk::Null) && load.front != Front::Device,
             _ => true,
         }
@@ -66,13 +86,18 @@ impl Server {
         let journal = file.with_file_name("journal");
         let _ = std::fs::remove_dir_all(&journal);
         let journal = if self.name == UNRECORDED { "off".to_owned() } else { text(&journal)? };
+        let (control, folder) = (control(file), text(file.parent().context("a file in a folder")?)?);
+        let _ = std::fs::remove_file(&control);
         let (file, size) = (text(file)?, std::fs::metadata(file)?.len());
         let format = if matches!(disk, Disk::Raw | Disk::Null) { "raw" } else { "qcow2" };
         let mut command = Command::new(&self.program);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         match self.name {
-            LIMOSA | UNRECORDED => {
+            LIMOSA | UNRECORDED | EPOCHS => {
                 command.args(["serve", "-f", format, &file, "--name", EXPORT, "--journal", &journal]);
+                if self.name == EPOCHS {
+                    command.arg("--control").arg(&control).args(["--allow-dir", &folder]);
+                }
                 match address {
                     Address::Unix(socket) => command.args(["--nbd", &format!("unix:{}", text(socket)?)]),
                     Address::Tcp(port) => command.args(["--nbd", &format!("tcp:127.0.0.1:{port}")]),
