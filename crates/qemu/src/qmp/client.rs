@@ -106,6 +106,8 @@ pub struct Qmp {
     sender: Mutex<u64>,
     inbox: Mutex<Inbox>,
     arrived: Condvar,
+    /// As in the options, or a shorter one that was asked for since.
+    reply_timeout: Mutex<Duration>,
 }
 
 impl Qmp {
@@ -228,6 +230,7 @@ impl Qmp {
             sender: Mutex::new(1),
             inbox: Mutex::new(Inbox::new(options.message_limit, lenient)),
             arrived: Condvar::new(),
+            reply_timeout: Mutex::new(options.reply_timeout),
         }
     }
 
@@ -274,6 +277,16 @@ impl Qmp {
         Negotiated { version: self.version(), oob: self.oob, process: self.peer_process }
     }
 
+    /// Waits from here on no longer than this for an answer: for a QEMU that may not answer any more.
+    pub fn limit_replies(&self, limit: Duration) {
+        let mut timeout = self.reply_timeout.lock();
+        *timeout = limit.min(*timeout);
+    }
+
+    fn reply_timeout(&self) -> Duration {
+        *self.reply_timeout.lock()
+    }
+
     /// The connection's descriptor, to be handed to the watchdog.
     #[must_use]
     pub fn descriptor(&self) -> BorrowedFd<'_> {
@@ -285,7 +298,7 @@ impl Qmp {
     /// # Errors
     /// [`QmpError::Command`] with QEMU's words, [`QmpError::NoReply`], or the connection's failure.
     pub fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        self.execute_within(command, arguments, self.options.reply_timeout)
+        self.execute_within(command, arguments, self.reply_timeout())
     }
 
     /// [`Qmp::execute`] with a time limit of its own.
@@ -310,7 +323,7 @@ impl Qmp {
     ) -> Result<[Result<Value, QmpError>; N], QmpError> {
         const { assert!(N <= 5, "QEMU's monitor has little room for commands that wait") };
         let commands = commands.map(|(name, arguments)| Command::new(name, arguments));
-        let limit = self.options.reply_timeout;
+        let limit = self.reply_timeout();
         let begun = Instant::now();
         let pending = self.send(commands, limit)?;
         // Waited for even if one failed, so that no answer is left over.
@@ -324,8 +337,8 @@ impl Qmp {
     /// As [`Qmp::execute`].
     pub fn execute_oob(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let verb = if self.oob { "exec-oob" } else { "execute" };
-        let [pending] = self.send([Command { verb, name: command, arguments }], self.options.reply_timeout)?;
-        self.finish(pending, self.options.reply_timeout)
+        let [pending] = self.send([Command { verb, name: command, arguments }], self.reply_timeout())?;
+        self.finish(pending, self.reply_timeout())
     }
 
     /// Executes a command that takes descriptors (`getfd`, `add-fd`). QEMU gets duplicates.
@@ -341,7 +354,7 @@ impl Qmp {
         if !self.descriptors {
             return Err(QmpError::NoDescriptors { monitor: self.monitor.clone(), command: command.to_owned() });
         }
-        let patience = self.options.reply_timeout;
+        let patience = self.reply_timeout();
         let mut next = self.sender.lock();
         let [pending] = self.send_locked(&mut next, [Command::new(command, arguments)], descriptors, patience)?;
         self.finish(pending, patience)
@@ -352,7 +365,7 @@ impl Qmp {
     /// # Errors
     /// The connection's.
     pub fn send_command(&self, command: &str, arguments: Value) -> Result<Pending, QmpError> {
-        self.send([Command::new(command, arguments)], self.options.reply_timeout).map(|[pending]| pending)
+        self.send([Command::new(command, arguments)], self.reply_timeout()).map(|[pending]| pending)
     }
 
     /// Waits for the answer to a started command; `None` if it has not come within `patience`.

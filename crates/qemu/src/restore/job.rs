@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::options::{RestoreMode, RestoreOptions};
 use crate::job::{JobContext, JobError};
-use crate::job_record::{JobKind, JobRecord};
+use crate::job_record::{JobKind, JobRecord, JobRecordError};
 use crate::load::not_startable;
 use crate::monitor::{Monitor, RunState, Settings};
 use crate::qmp::QmpError;
@@ -113,6 +113,9 @@ fn with_reason(reason: &str, error: &JobError) -> JobError {
 /// How long QEMU may take to come to the end of a load that failed.
 const FAIL_WITHIN: Duration = Duration::from_secs(5);
 
+/// How long one that has answered once may take for its next answer.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(20);
+
 /// State shared by all ways of restoring.
 pub(super) struct RestoreJob<'a> {
     pub(super) monitor: &'a Monitor,
@@ -162,8 +165,13 @@ impl RestoreJob<'_> {
             Err(gone) if gone.is_gone() && error.is_lost_connection() => return JobError::QemuEnded,
             _ => {}
         }
+        // It may have answered that one before it noticed.
+        self.monitor.qmp().limit_replies(ANSWERS_WITHIN);
         // The QEMU is lost anyway; what it refuses now changes nothing.
         let left = take_over(self.monitor, record, Actor::Watchdog, (&[], FAIL_WITHIN));
+        if let Err(JobRecordError::Qmp(QmpError::NoReply { .. })) = left {
+            return JobError::QemuHangs { source: Box::new(error) };
+        }
         if left.is_ok_and(|left| left.outcome == Outcome::NeedsRecovery) {
             // The answer to the package was lost, not the package: the guest runs, on the pages that it has.
             self.watch.handle.progress.set_phase(Phase::PostcopyActive);

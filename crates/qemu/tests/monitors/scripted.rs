@@ -271,6 +271,23 @@ fn a_late_answer_is_not_mistaken_for_the_next_one() {
 }
 
 #[test]
+fn a_qemu_that_may_not_answer_any_more_is_waited_for_no_longer_than_was_said() {
+    let (result, server) = against(&Options::default(), |server| {
+        server.begin();
+        server.hear();
+        server.hear();
+    });
+    let qmp = result.unwrap();
+    qmp.limit_replies(Duration::from_millis(50));
+    // A longer one does not lift it.
+    qmp.limit_replies(Duration::from_secs(60));
+    let error = qmp.execute("first", Value::Null).unwrap_err();
+    assert!(matches!(error, QmpError::NoReply { waited, .. } if waited < Duration::from_secs(60)), "{error}");
+    qmp.send_command("last", Value::Null).unwrap();
+    server.join().unwrap();
+}
+
+#[test]
 fn answers_in_any_order_find_their_commands() {
     let (result, server) = against(&Options::default(), |server| {
         server.begin();
