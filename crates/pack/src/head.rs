@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use limosa_image::luks::{self, Passphrase};
 use limosa_image::qcow2::Header;
+use limosa_page::to_usize;
 use limosa_storage::{Buffer, FileOptions, FileStorage, Io, Storage, block_on};
 
 use crate::error::PackError;
@@ -48,7 +49,7 @@ fn start_of_file(file: &File) -> Option<Start> {
 fn start_of(storage: &dyn Storage) -> Result<Start, PackError> {
     let (mut start, buffer) = (Start::default(), Buffer::zeroed(luks::MAGIC.len()));
     let length = storage.length().map_err(PackError::storage)?;
-    let there = buffer.slice(0..usize::try_from(length).unwrap_or(usize::MAX));
+    let there = buffer.slice(0..to_usize(length));
     block_on(storage.read(0, there.into())).map_err(PackError::storage)?;
     buffer.copy_to(0, &mut start);
     Ok(start)

@@ -43,7 +43,7 @@ pub(crate) struct HowPackedArgs {
     pub(crate) cluster_size: Option<u64>,
 }
 
-/// How the new file is made, and told of.
+/// Options of a command that makes a file.
 #[derive(Debug, Args)]
 pub(crate) struct NewFileArgs {
     /// Replace the file if it exists

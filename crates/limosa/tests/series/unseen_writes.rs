@@ -3,13 +3,12 @@
 use std::path::Path;
 use std::time::Duration;
 
-use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, kill9, series_skipped};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Series, Vm, kill9, qemu_skipped, series_skipped};
 use rustix::process::Signal;
 use serde_json::json;
 
-use crate::needs_qemu;
 use crate::scene::{Scene, assert_consistent, assert_failed};
-use crate::stage::{Found, assert_beats, limosa, save, save_arguments, start, wait_for, wait_moving};
+use crate::stage::{Found, Program, assert_beats, limosa, save, save_arguments, start, wait_for, wait_moving};
 
 /// The save of so little memory takes a while.
 const SLOWLY: [&str; 2] = ["--max-bandwidth", "100K"];
@@ -20,14 +19,19 @@ fn machine() -> Machine {
     Machine::heartbeat(guest).memory(16 << 20).kind("pc-q35-7.2").series(Series::Oldest)
 }
 
-fn guest() -> Vm {
+/// A folder, a guest that runs, and its QEMU as it was found; none where such tests are skipped.
+fn set_up() -> Option<(Scene, Vm, Found)> {
+    if qemu_skipped() || series_skipped() {
+        return None;
+    }
     let vm = machine().start().unwrap();
     vm.wait_heartbeats(2).unwrap();
-    vm
+    let found = Found::of(&vm);
+    Some((Scene::new(), vm, found))
 }
 
 /// Starts a slow save, and waits until QEMU sends memory.
-fn saving(vm: &Vm, snapshot: &Path) -> crate::stage::Program {
+fn saving(vm: &Vm, snapshot: &Path) -> Program {
     let saving = start(save_arguments(vm, snapshot, &SLOWLY));
     wait_moving(vm);
     saving
@@ -35,13 +39,7 @@ fn saving(vm: &Vm, snapshot: &Path) -> crate::stage::Program {
 
 #[test]
 fn all_that_an_emulated_vm_of_an_old_qemu_writes_is_in_its_snapshot() {
-    needs_qemu!();
-    if series_skipped() {
-        return;
-    }
-    let scene = Scene::new();
-    let vm = guest();
-    let found = Found::of(&vm);
+    let Some((scene, vm, found)) = set_up() else { return };
     for how in [&["--max-bandwidth", "1M"][..], &["--channels", "2"], &["--stop"]] {
         let snapshot = scene.path("snapshot");
         let how = [&["--force"], how].concat();
@@ -65,13 +63,7 @@ fn all_that_an_emulated_vm_of_an_old_qemu_writes_is_in_its_snapshot() {
 
 #[test]
 fn a_vm_that_is_continued_while_it_must_stand_still_is_not_saved() {
-    needs_qemu!();
-    if series_skipped() {
-        return;
-    }
-    let scene = Scene::new();
-    let vm = guest();
-    let found = Found::of(&vm);
+    let Some((scene, vm, found)) = set_up() else { return };
     // Also one that its user had stopped before.
     for stop in [false, true] {
         if stop {
@@ -91,13 +83,7 @@ fn a_vm_that_is_continued_while_it_must_stand_still_is_not_saved() {
 
 #[test]
 fn a_time_out_ends_a_save_that_a_vm_stands_still_for() {
-    needs_qemu!();
-    if series_skipped() {
-        return;
-    }
-    let scene = Scene::new();
-    let vm = guest();
-    let found = Found::of(&vm);
+    let Some((scene, vm, found)) = set_up() else { return };
     let how = [&SLOWLY[..], &["--timeout", "500ms"]].concat();
     assert_failed(&limosa(save_arguments(&vm, &scene.path("snapshot"), &how)), &["not done within 0.5 s"]);
     found.assert_same(&vm);
@@ -106,13 +92,7 @@ fn a_time_out_ends_a_save_that_a_vm_stands_still_for() {
 
 #[test]
 fn a_vm_whose_save_ends_while_it_stands_still_runs_again() {
-    needs_qemu!();
-    if series_skipped() {
-        return;
-    }
-    let scene = Scene::new();
-    let vm = guest();
-    let found = Found::of(&vm);
+    let Some((scene, vm, found)) = set_up() else { return };
     for kill in [true, false] {
         let saving = saving(&vm, &scene.path("snapshot"));
         assert_eq!(vm.run_state().unwrap(), "paused");
@@ -134,12 +114,7 @@ fn a_vm_whose_save_ends_while_it_stands_still_runs_again() {
 
 #[test]
 fn a_vm_that_was_stopped_before_comes_back_stopped() {
-    needs_qemu!();
-    if series_skipped() {
-        return;
-    }
-    let scene = Scene::new();
-    let vm = guest();
+    let Some((scene, vm, _)) = set_up() else { return };
     vm.stop().unwrap();
     let snapshot = scene.path("snapshot");
     save(&vm, &snapshot, &[]);
@@ -152,13 +127,7 @@ fn a_vm_that_was_stopped_before_comes_back_stopped() {
 /// Such a QEMU keeps the memory protected, and the VM hangs at its next write.
 #[test]
 fn a_background_snapshot_that_could_cost_the_vm_is_refused() {
-    needs_qemu!();
-    if series_skipped() {
-        return;
-    }
-    let scene = Scene::new();
-    let vm = guest();
-    let found = Found::of(&vm);
+    let Some((scene, vm, found)) = set_up() else { return };
     let refused = limosa(save_arguments(&vm, &scene.path("snapshot"), &["--background"]));
     assert_failed(&refused, &["QEMU 7.2", "leaves the VM hanging", "leave --background out"]);
     found.assert_same(&vm);

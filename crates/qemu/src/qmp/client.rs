@@ -100,7 +100,7 @@ pub struct Qmp {
     peer_process: Option<u32>,
     oob: bool,
     greeting: Greeting,
-    options: Options,
+    message_limit: usize,
     /// The next id. Held while the bytes of a command are handed to the kernel, so that two commands do not mix; a
     /// command with descriptors holds it until its answer, because QEMU keeps only the last descriptors that came.
     sender: Mutex<u64>,
@@ -226,7 +226,7 @@ impl Qmp {
             peer_process: process,
             oob: false,
             greeting,
-            options: options.clone(),
+            message_limit: options.message_limit,
             sender: Mutex::new(1),
             inbox: Mutex::new(Inbox::new(options.message_limit, lenient)),
             arrived: Condvar::new(),
@@ -337,8 +337,9 @@ impl Qmp {
     /// As [`Qmp::execute`].
     pub fn execute_oob(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let verb = if self.oob { "exec-oob" } else { "execute" };
-        let [pending] = self.send([Command { verb, name: command, arguments }], self.reply_timeout())?;
-        self.finish(pending, self.reply_timeout())
+        let patience = self.reply_timeout();
+        let [pending] = self.send([Command { verb, name: command, arguments }], patience)?;
+        self.finish(pending, patience)
     }
 
     /// Executes a command that takes descriptors (`getfd`, `add-fd`). QEMU gets duplicates.
@@ -578,7 +579,7 @@ impl Qmp {
         match broken {
             Broken::Closed => QmpError::Closed { monitor, during: command.map(str::to_owned) },
             Broken::Io(operation, errno) => QmpError::Io { monitor, operation, source: (*errno).into() },
-            Broken::TooLong => QmpError::TooLong { monitor, limit: self.options.message_limit },
+            Broken::TooLong => QmpError::TooLong { monitor, limit: self.message_limit },
             Broken::Garbage(got) => QmpError::Garbage { monitor, got: got.clone() },
         }
     }

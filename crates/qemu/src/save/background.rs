@@ -12,7 +12,7 @@
 //! * It needs userfaultfd with write protection for every RAM block: anonymous memory on Linux 5.7, shared memory and
 //!   huge pages on 5.19. Where QEMU may not open userfaultfd, the capability is refused.
 //! * A QEMU before 8.1 lets go of the protected memory only at the end of a whole snapshot. If one is cancelled, or
-//!   nobody reads it any more, the VM hangs at its next write, for good (shown with 7.2.22). So it is refused there.
+//!   its channel breaks, the VM hangs at its next write, for good (shown with 7.2.22). So it is refused there.
 //! * The state `paused` while the devices are saved is QEMU's own doing; the stream says which one it was before.
 
 use crate::conflict::{Conflict, JobOption, MissingPermission};

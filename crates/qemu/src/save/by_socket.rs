@@ -80,13 +80,13 @@ pub(super) fn run(
     watcher.expect_still()?;
     let mut manifest = job.before.manifest.clone();
     manifest.transport = Some(Transport::Socket);
-    let state = if let Some(end) = watcher.end().filter(|_| was_stopped) {
-        end.clone()
-    } else if was_stopped {
-        unseen_writes::put_running(&mut incoming)?
-    } else {
-        let recorded = incoming.devices.global_state(&incoming.tail).ok().flatten();
-        recorded.map_or_else(|| watcher.state().clone(), |state| RunState::from(state.run_state.as_str()))
+    let state = match watcher.end() {
+        Some(end) if was_stopped => end.clone(),
+        None if was_stopped => unseen_writes::put_running(&mut incoming)?,
+        _ => {
+            let recorded = incoming.devices.global_state(&incoming.tail).ok().flatten();
+            recorded.map_or_else(|| watcher.state().clone(), |state| RunState::from(state.run_state.as_str()))
+        }
     };
     manifest.run_state = Some(state.to_string());
     manifest.pages.resent = incoming.stats.resent_pages;
@@ -104,7 +104,8 @@ pub(super) fn run(
             // Not whole after all, and its VM is still here: it runs on.
             let _ = std::fs::remove_file(&published.path);
             record.phase = JobPhase::Working;
-            record.update(job.monitor)?;
+            // For the watchdog alone; this process undoes by what it has, and the first error is the one to report.
+            let _ = record.update(job.monitor);
             return Err(error.into());
         }
         let rounds = watcher.totals().ok().flatten().map(|ram| ram.dirty_sync_count);

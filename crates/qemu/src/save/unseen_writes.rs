@@ -31,19 +31,17 @@ pub(super) fn stop(monitor: &Monitor, was_running: bool, notice: &dyn Fn(&str)) 
     if before.running && !was_running {
         return Err(continued());
     }
-    expect_awake(&before.state)?;
-    if !before.running {
-        return Ok(false);
+    if before.running {
+        notice(&format!(
+            "the VM stands still while it is saved: QEMU {} does not see all that a VM without KVM writes (9.0 does)",
+            monitor.version()
+        ));
+        monitor.stop()?;
     }
-    notice(&format!(
-        "the VM stands still while it is saved: QEMU {} does not see all that a VM without KVM writes (9.0 does)",
-        monitor.version()
-    ));
-    monitor.stop()?;
     let now = monitor.status()?.state;
     expect_awake(&now)?;
     // A guest that is reset at this instant is left in the second.
-    Ok(matches!(now, RunState::Paused | RunState::Prelaunch))
+    Ok(before.running && matches!(now, RunState::Paused | RunState::Prelaunch))
 }
 
 /// Refuses a VM that sleeps: QEMU does not stop it, and anything wakes it.
