@@ -26,9 +26,10 @@ mod tsan;
 const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
-  setup              install what the tests and the demo need (QEMU, libvirt's client, XFS's tools, Linux guests);
+  setup              install what the tests and the demo need (QEMU, libvirt's client, XFS's tools, stores, guests);
                      LIMOSA_SKIP_LIBVIRT=1 does without libvirt, LIMOSA_SKIP_REFLINK=1 without XFS's tools,
-                     LIMOSA_SKIP_UML=1 without user-mode Linux, LIMOSA_SKIP_SERIES=1 without an older and a newer QEMU
+                     LIMOSA_SKIP_UML=1 without user-mode Linux, LIMOSA_SKIP_SERIES=1 without an older and a newer QEMU,
+                     LIMOSA_SKIP_STORES=1 without object stores
   test               format, style, lints, fuzz targets, documentation, public API, packages, all tests and model checks;
                      LIMOSA_SKIP_QEMU=1 leaves out what needs QEMU, LIMOSA_SKIP_KVM=1 what needs /dev/kvm, LIMOSA_SKIP_REFLINK=1 what mounts XFS
   setup --qemu oldest|newest|all

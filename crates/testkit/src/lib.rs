@@ -17,6 +17,7 @@
 //! - [`NbdClient`] speaks NBD, also what no honest client says.
 //! - [`BlkClient`] is a driver of virtio-blk over vhost-user, also a dishonest one.
 //! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
+//! - [`ObjectServer`] is an object store on this machine; [`HttpProxy`] before it delays, cuts and refuses.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
 //! - [`Poisoning`] is an allocator that shows who reads memory that was freed.
 //! - [`let_usr1_interrupt`] has a signal do nothing but interrupt.
@@ -52,6 +53,7 @@ mod cgroup;
 mod disk_tools;
 mod fault;
 mod heartbeat;
+mod http_proxy;
 #[cfg(feature = "image")]
 pub mod image;
 mod initrd;
@@ -59,6 +61,7 @@ mod libvirt;
 mod linux;
 mod machine;
 mod nbd;
+mod object_server;
 mod own_test;
 pub mod pattern;
 mod plain_migration;
@@ -85,10 +88,12 @@ pub use cgroup::MemoryGroup;
 pub use disk_tools::{cryptsetup, nbd_tool, qemu_img, qemu_img_output, qemu_io};
 pub use fault::{Kill, kill9, kill9_after};
 pub use heartbeat::{Heartbeat, HeartbeatError, HeartbeatGuest, check_heartbeat, pass_numbers};
+pub use http_proxy::{HttpFault, HttpProxy, HttpRequest};
 pub use libvirt::{Libvirt, libvirt_skipped};
 pub use linux::LinuxGuest;
 pub use machine::{Accelerator, Disk, DiskFormat, Machine, VmPair};
 pub use nbd::{NbdChunk, NbdClient, NbdCommand, NbdReply};
+pub use object_server::{BUCKET, CREDENTIALS, ObjectServer, ObjectServerKind, stores_skipped};
 pub use own_test::{own_test_command, without_crate};
 pub use poisoning::Poisoning;
 pub use prefill::{PageKind, Prefill};

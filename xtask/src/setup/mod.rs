@@ -1,5 +1,5 @@
 //! `cargo xtask setup`: QEMU, an older and a newer one beside it, cryptsetup, libnbd's and libvirt's clients, XFS's
-//! tools, and the parts of two Linux guests, on Debian and Ubuntu.
+//! tools, object stores, and the parts of two Linux guests, on Debian and Ubuntu.
 //!
 //! Law: what exists already is not touched, only checked. What needs root is planned first ([`plan`]); root executes
 //! the plan, any other user gets it as one line to run. The guests' kernels and busybox are never installed: they are
@@ -17,6 +17,7 @@ pub(crate) mod packages;
 mod plan;
 pub(crate) mod qemus;
 mod sources;
+mod stores;
 mod uml;
 
 pub(crate) use plan::Machine;
@@ -42,7 +43,9 @@ pub(crate) fn run_with(series: &[Series]) -> Result<()> {
     if series_missing && shell::find_program("mmdebstrap").is_none() {
         missing.push("mmdebstrap");
     }
-    if missing.is_empty() && guest::is_complete() && !uml_missing && !series_missing {
+    missing.extend(stores::missing_package());
+    let stores_missing = stores::are_missing();
+    if missing.is_empty() && guest::is_complete() && !uml_missing && !series_missing && !stores_missing {
         return Ok(());
     }
     if std::env::consts::ARCH != "x86_64" || std::env::consts::OS != "linux" {
@@ -81,6 +84,9 @@ pub(crate) fn run_with(series: &[Series]) -> Result<()> {
         }
         uml::fetch().context("fetching user-mode Linux (LIMOSA_SKIP_UML=1 does without)")?;
         uml::build_library()?;
+    }
+    if stores_missing {
+        stores::fetch().context("installing object stores (LIMOSA_SKIP_STORES=1 does without)")?;
     }
     if series_missing {
         qemus::fetch(&machine, series)

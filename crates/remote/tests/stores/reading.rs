@@ -1,0 +1,117 @@
+use limosa_remote::{Pin, RemoteObject};
+use limosa_storage::{Buffer, Storage as _, block_on};
+use limosa_testkit::{ObjectServerKind, stores_skipped};
+
+use crate::{Bed, counted, pattern, read, said, url};
+
+#[test]
+fn an_object_reads_as_it_was_written_from_every_server() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        let bytes = pattern(1, (3 << 20) + 77);
+        bed.put("a/b c", &bytes);
+        let object = RemoteObject::open(&url("a/b c"), &bed.options()).unwrap();
+        assert_eq!(object.length().unwrap(), bytes.len() as u64);
+        assert!(matches!(object.pin(), Pin::ETag(_)) && object.is_read_only());
+        assert_eq!(read(&*object, 0, bytes.len()).unwrap(), bytes);
+        for (offset, length) in [(0, 1), (262_143, 2), (1_000_000, 700_000), (bytes.len() - 5, 5)] {
+            assert_eq!(read(&*object, offset as u64, length).unwrap(), bytes[offset..offset + length]);
+        }
+        // Behind the end are zeros.
+        let end = read(&*object, bytes.len() as u64 - 3, 8).unwrap();
+        assert_eq!(end, [&bytes[bytes.len() - 3..], &[0; 5]].concat());
+        assert_eq!(read(&*object, 1 << 40, 4).unwrap(), [0; 4]);
+        let error = block_on(object.write(0, Buffer::zeroed(4).into())).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
+    }
+}
+
+#[test]
+fn an_empty_object_has_no_bytes() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        bed.put("empty", &[]);
+        let object = RemoteObject::open(&url("empty"), &bed.options()).unwrap();
+        assert_eq!((object.length().unwrap(), read(&*object, 0, 3).unwrap()), (0, vec![0; 3]));
+    }
+}
+
+#[test]
+fn neighbouring_blocks_come_in_one_request_and_each_only_once() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let bytes = pattern(2, 8 << 20);
+    bed.put("k", &bytes);
+    let object = RemoteObject::open(&url("k"), &bed.options()).unwrap();
+    bed.proxy.take_requests();
+    // Four blocks each, and the first is there since the object was opened.
+    let mut reads: Vec<_> = (0..4_u64)
+        .map(|part| {
+            let buffer = Buffer::zeroed(1 << 20);
+            (buffer.clone(), object.read(part << 20, buffer.into()))
+        })
+        .collect();
+    for (part, (buffer, request)) in reads.drain(..).enumerate() {
+        block_on(request).unwrap();
+        assert_eq!(buffer.to_vec(), bytes[part << 20..(part + 1) << 20]);
+    }
+    let requests = bed.proxy.take_requests();
+    assert!((4..=5).contains(&requests.len()), "{requests:?}");
+    let counters = counted(&object, |counters| counters.demanded >= 15);
+    assert_eq!((counters.requests, counters.demanded), (requests.len() as u64 + 1, 15));
+    assert_eq!(counters.bytes, 4 << 20);
+    read(&*object, 0, 4 << 20).unwrap();
+    assert!(bed.proxy.take_requests().is_empty(), "all is in memory");
+}
+
+#[test]
+fn what_is_prefetched_is_not_waited_for_and_demand_goes_first() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let bytes = pattern(3, 40 << 20);
+    bed.put("k", &bytes);
+    bed.proxy.set_latency(std::time::Duration::from_millis(100));
+    let mut options = bed.options();
+    options.memory = 16 << 20;
+    options.hedge = false;
+    let object = RemoteObject::open(&url("k"), &options).unwrap();
+    bed.proxy.take_requests();
+    object.prefetch(std::slice::from_ref(&(0..bytes.len() as u64)));
+    assert_eq!(read(&*object, 39 << 20, 4096).unwrap(), bytes[39 << 20..(39 << 20) + 4096]);
+    // A half of the memory is for what nobody has read: two pieces. So at most four were begun before.
+    let range = format!("bytes={}-", 39 << 20);
+    let requests = bed.proxy.take_requests();
+    let at = requests.iter().position(|it| it.header("range").is_some_and(|header| header.starts_with(&range)));
+    assert!(at.is_some_and(|at| at <= 4), "{requests:?}");
+    limosa_testkit::wait_for("the prefetch", || (object.counters().prefetched >= 31).then_some(()));
+    assert_eq!(read(&*object, 1 << 20, 4 << 20).unwrap(), bytes[1 << 20..5 << 20]);
+    let counters = object.counters();
+    assert!(counters.demanded < 8, "{counters:?}");
+}
+
+#[test]
+fn files_of_a_web_server_are_read_without_credentials() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::Open);
+    let bytes = pattern(4, 1 << 20);
+    std::fs::create_dir(bed.server.folder().join("x")).unwrap();
+    std::fs::write(bed.server.folder().join("x/file.img"), &bytes).unwrap();
+    let name = format!("http://{}/bucket/x/file.img", bed.proxy.address());
+    let object = RemoteObject::open(&name.parse().unwrap(), &bed.options()).unwrap();
+    assert_eq!(read(&*object, 0, bytes.len()).unwrap(), bytes);
+    let missing = format!("http://{}/bucket/none", bed.proxy.address());
+    let error = RemoteObject::open(&missing.parse().unwrap(), &bed.options()).unwrap_err();
+    assert!(said(&error).ends_with("there is no such object (NoSuchKey)"), "{}", said(&error));
+}

@@ -1,0 +1,260 @@
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use limosa_remote::{Existing, RemoteObject, Upload, UploadOptions, upload};
+use limosa_storage::Storage as _;
+use limosa_testkit::{HttpFault, ObjectServerKind, own_test, stores_skipped};
+
+use crate::{Bed, memory, pattern, read, said, store, url};
+
+const MIB: usize = 1 << 20;
+
+fn contents(bed: &Bed, key: &str) -> Option<Vec<u8>> {
+    let object =
+        RemoteObject::open(&url(key), &limosa_remote::RemoteOptions::default().store(store(bed.server.address())));
+    match object {
+        Ok(object) => Some(read(&*object, 0, usize::try_from(object.length().unwrap()).unwrap()).unwrap()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+        Err(error) => panic!("{}", said(&error)),
+    }
+}
+
+#[test]
+fn objects_of_every_length_are_written_whole() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        for (length, parts) in [(0, 0), (1, 1), (5 * MIB, 1), (5 * MIB + 1, 2), (11 * MIB + 17, 3)] {
+            let bytes = pattern(length as u64, length);
+            let key = format!("k{length}");
+            let done = upload(&memory(&bytes), &url(&key), &bed.uploading()).unwrap();
+            assert_eq!((done.length, done.counters.parts, done.is_conditional), (length as u64, parts, true));
+            assert!(contents(&bed, &key).unwrap() == bytes);
+        }
+    }
+}
+
+#[test]
+fn what_is_there_is_not_replaced_unless_it_may_be() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        for length in [100, 6 * MIB] {
+            let (old, new) = (pattern(30, length), pattern(31, length));
+            bed.put("k", &old);
+            let error = upload(&memory(&new), &url("k"), &bed.uploading()).unwrap_err();
+            assert_eq!(said(&error), "cannot create s3://bucket/k: the object exists already");
+            assert_eq!(contents(&bed, "k").unwrap(), old);
+            upload(&memory(&new), &url("k"), &bed.uploading().existing(Existing::Replace)).unwrap();
+            assert_eq!(contents(&bed, "k").unwrap(), new);
+        }
+    }
+}
+
+#[test]
+fn what_somebody_else_writes_meanwhile_is_not_replaced() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        for length in [100, 6 * MIB] {
+            let bed = Bed::new(kind);
+            let (mine, theirs) = (pattern(32, length), pattern(33, length));
+            let send = |existing| {
+                let mut writing = Upload::begin(&url("k"), length as u64, &bed.uploading().existing(existing)).unwrap();
+                let size = usize::try_from(writing.part_size()).unwrap();
+                mine.chunks(size).for_each(|part| writing.put(part.to_vec()).unwrap());
+                writing
+            };
+            let writing = send(Existing::Refuse);
+            bed.put("k", &theirs);
+            let error = writing.finish().unwrap_err();
+            assert_eq!(said(&error), "cannot write s3://bucket/k: the object exists already", "{kind:?} {length}");
+            let writing = send(Existing::Replace);
+            bed.put("k", &pattern(34, length));
+            let error = writing.finish().unwrap_err();
+            assert_eq!(
+                said(&error),
+                "cannot write s3://bucket/k: the object was changed by somebody else; it was not replaced"
+            );
+            assert_eq!(contents(&bed, "k").unwrap(), pattern(34, length));
+        }
+    }
+}
+
+#[test]
+fn uploads_survive_faults_and_lost_answers() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let bytes = pattern(35, 31 * MIB);
+    // Every third request fails in one of four ways: parts, and the completion, too.
+    let mut count = 0;
+    bed.proxy.set_faults(move |_| {
+        count += 1;
+        match count % 12 {
+            2 => HttpFault::Drop,
+            5 => HttpFault::LoseAnswer,
+            8 => HttpFault::Status(503, "SlowDown"),
+            11 => HttpFault::Status(500, "InternalError"),
+            _ => HttpFault::None,
+        }
+    });
+    let done = upload(&memory(&bytes), &url("k"), &bed.uploading()).unwrap();
+    assert!(done.counters.retries > 0 && done.counters.bytes > bytes.len() as u64, "{:?}", done.counters);
+    assert!(contents(&bed, "k").unwrap() == bytes);
+}
+
+#[test]
+fn a_completion_whose_answer_is_lost_is_recognized() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        let bytes = pattern(36, 6 * MIB);
+        let mut is_lost = false;
+        bed.proxy.set_faults(move |request| {
+            let is_completion = request.method == "POST" && request.target.contains("uploadId=");
+            if is_completion && !std::mem::replace(&mut is_lost, true) {
+                HttpFault::LoseAnswer
+            } else {
+                HttpFault::None
+            }
+        });
+        upload(&memory(&bytes), &url("k"), &bed.uploading()).unwrap();
+        assert!(contents(&bed, "k").unwrap() == bytes);
+    }
+}
+
+#[test]
+fn an_upload_that_is_dropped_or_cancelled_leaves_nothing() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let part = || pattern(37, 5 * MIB);
+    let mut dropped = Upload::begin(&url("k"), 30 << 20, &bed.uploading()).unwrap();
+    dropped.put(part()).unwrap();
+    dropped.put(part()).unwrap();
+    drop(dropped);
+    let options = bed.uploading();
+    let mut cancelled = Upload::begin(&url("k"), 30 << 20, &options).unwrap();
+    cancelled.put(part()).unwrap();
+    options.cancelled.store(true, Ordering::Relaxed);
+    assert!(said(&cancelled.put(part()).unwrap_err()).ends_with("the upload was cancelled"));
+    drop(cancelled);
+    let requests = bed.proxy.take_requests();
+    assert_eq!(requests.iter().filter(|request| request.method == "DELETE").count(), 2);
+    assert_eq!(contents(&bed, "k"), None);
+    assert_eq!(leftovers(&bed.server.folder()), Vec::<PathBuf>::new());
+}
+
+/// Files of the server that are no objects: parts of uploads.
+fn leftovers(bucket: &Path) -> Vec<PathBuf> {
+    let around = bucket.parent().unwrap();
+    let files =
+        |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
+    let parts = |path: &PathBuf| {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        name.contains("upload") || name.contains("part")
+    };
+    files(around).into_iter().chain(files(bucket)).filter(parts).collect()
+}
+
+/// Run by the next test, in a process of its own, which is killed.
+#[test]
+#[ignore = "a part of another test"]
+fn uploads_a_file_until_it_is_killed() {
+    let Some(address) = std::env::var_os("LIMOSA_TEST_STORE") else { return };
+    let address = address.to_str().unwrap().parse().unwrap();
+    let records = PathBuf::from(std::env::var_os("LIMOSA_TEST_RECORDS").unwrap());
+    let mut options = UploadOptions::default().store(store(address)).records_in(records);
+    (options.part_size, options.streams, options.existing) = (5 << 20, 2, Existing::Replace);
+    let bytes = pattern(39, 26 * MIB);
+    upload(&memory(&bytes), &url("k"), &options).unwrap();
+}
+
+#[test]
+fn an_upload_that_is_killed_leaves_the_old_object_and_is_continued() {
+    if stores_skipped() {
+        return;
+    }
+    let trials = std::env::var("LIMOSA_CHAOS_TRIALS").ok().and_then(|trials| trials.parse().ok()).unwrap_or(5);
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let requests = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&requests);
+    bed.proxy.set_faults(move |_| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        // Slow enough that it is killed before it ends.
+        HttpFault::Delay(Duration::from_millis(30))
+    });
+    let (old, new) = (pattern(38, 3 * MIB), pattern(39, 26 * MIB));
+    let mut resumed = 0;
+    for trial in 0..trials {
+        let records = tempfile::tempdir().unwrap();
+        bed.put("k", &old);
+        let mut command = own_test!(uploads_a_file_until_it_is_killed);
+        command.env("LIMOSA_TEST_STORE", bed.proxy.address().to_string()).env("LIMOSA_TEST_RECORDS", records.path());
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        requests.store(0, Ordering::Relaxed);
+        let child = limosa_testkit::Process::spawn("an upload", command).unwrap();
+        // It looks, begins, sends six parts, looks, completes.
+        let moment = 1 + trial * 10 / trials;
+        limosa_testkit::wait_for("requests", || (requests.load(Ordering::Relaxed) >= moment).then_some(()));
+        std::thread::sleep(Duration::from_millis(trial * 7 % 20));
+        child.kill();
+        let found = contents(&bed, "k").unwrap();
+        assert!(found == old || found == new, "half an object is visible");
+        // The next one continues it.
+        let mut options = bed.uploading().existing(Existing::Replace).records_in(records.path());
+        options.streams = 2;
+        let done = upload(&memory(&new), &url("k"), &options).unwrap();
+        resumed += done.counters.resumed;
+        assert!(contents(&bed, "k").unwrap() == new);
+        assert_eq!(std::fs::read_dir(records.path().join("uploads")).unwrap().count(), 0, "the record is gone");
+    }
+    assert!(resumed > 0, "no trial was killed between two parts");
+}
+
+#[test]
+fn parts_of_another_content_are_not_used() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let records = tempfile::tempdir().unwrap();
+    let options = || bed.uploading().records_in(records.path());
+    let (first, second) = (pattern(40, 20 * MIB), pattern(41, 20 * MIB));
+    let mixed = [&first[..5 * MIB], &second[5 * MIB..]].concat();
+    // The store goes away: what was sent stays.
+    let mut cut = options();
+    cut.store.budget = Duration::from_millis(500);
+    let mut sent = 0;
+    bed.proxy.set_faults(move |request| {
+        sent += u64::from(request.method == "PUT");
+        if sent > 3 { HttpFault::Drop } else { HttpFault::None }
+    });
+    upload(&memory(&first), &url("k"), &cut).unwrap_err();
+    bed.proxy.set_faults(|_| HttpFault::None);
+    let done = upload(&memory(&mixed), &url("k"), &options()).unwrap();
+    assert!(done.counters.resumed <= 1, "{:?}", done.counters);
+    assert!(contents(&bed, "k").unwrap() == mixed);
+}
+
+#[test]
+fn web_servers_are_only_read() {
+    let error = upload(&memory(b"x"), &"http://127.0.0.1:1/k".parse().unwrap(), &UploadOptions::default()).unwrap_err();
+    assert_eq!(
+        said(&error),
+        "cannot create http://127.0.0.1:1/k: the store's settings are wrong: files of web servers are only read"
+    );
+}
