@@ -1,4 +1,4 @@
-//! Where the bytes of an image are: in a file, at an NBD server, or nowhere.
+//! Where the bytes of an image are: in a file, at an NBD server, in an object store, or nowhere.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -30,6 +30,8 @@ pub enum Location {
         /// The encryption of the connection; `None`: it has none.
         tls: Option<ExportTls>,
     },
+    /// An object of a store, or a file of a web server. It is only read.
+    Object(String),
     /// Nowhere: writes are lost, reads return zeros.
     Null {
         /// Its length in bytes.
@@ -37,6 +39,48 @@ pub enum Location {
         /// Whether it says that it reads as zeros: `read-zeroes`.
         zeroes: bool,
     },
+}
+
+/// Schemes of the URLs of objects ([`Location::Object`]).
+pub(crate) const OBJECT_SCHEMES: [&str; 5] = ["s3", "gs", "az", "http", "https"];
+
+/// A client of object stores, which this crate has none of.
+pub trait OpenObject: fmt::Debug + Send + Sync {
+    /// Opens an object, to be read only.
+    ///
+    /// # Errors
+    /// The URL is not valid; the store's.
+    fn open(&self, url: &str) -> Result<Arc<dyn Storage>, StorageError>;
+}
+
+/// The client of object stores that a program has, if it has one.
+#[derive(Debug, Clone, Default)]
+pub struct ObjectStores(Option<Arc<dyn OpenObject>>);
+
+impl ObjectStores {
+    /// With this client.
+    #[must_use]
+    pub fn new(client: Arc<dyn OpenObject>) -> Self {
+        Self(Some(client))
+    }
+
+    fn open(&self, url: &str, options: &FileOptions) -> Result<Arc<dyn Storage>, StorageError> {
+        let failed = |why: io::Error| Err(StorageError::for_storage(Operation::Open, &url.into(), why));
+        match &self.0 {
+            _ if !options.read_only => {
+                failed(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "objects of stores are only read"))
+            }
+            Some(client) => client.open(url),
+            None => failed(io::Error::new(io::ErrorKind::Unsupported, "this program has no client of object stores")),
+        }
+    }
+}
+
+/// The means to reach images that are not in files.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Connections<'a> {
+    pub(crate) tls: &'a TlsCredentials,
+    pub(crate) objects: &'a ObjectStores,
 }
 
 /// The encryption of a connection to an export.
@@ -81,6 +125,8 @@ pub(crate) enum Identity {
     File(FileIdentity),
     /// A server, and its export.
     Export(Server, String),
+    /// A URL.
+    Object(String),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -104,6 +150,7 @@ impl Location {
                 let server = socket.unwrap_or_else(|| Server::Other(address.server.clone()));
                 Some(Identity::Export(server, address.export.clone()))
             }
+            Self::Object(url) => Some(Identity::Object(url.clone())),
             Self::Null { .. } => None,
         }
     }
@@ -113,7 +160,7 @@ impl Location {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),
-            Self::Nbd { .. } | Self::Null { .. } => None,
+            Self::Nbd { .. } | Self::Object(_) | Self::Null { .. } => None,
         }
     }
 
@@ -122,13 +169,13 @@ impl Location {
     pub(crate) fn open(
         &self,
         options: &FileOptions,
-        credentials: &TlsCredentials,
+        connections: Connections<'_>,
     ) -> Result<Arc<dyn Storage>, StorageError> {
         Ok(match self {
             Self::File(path) => FileStorage::open(path, options)?,
             Self::Nbd { address, context, tls } => {
                 let failed = |error| StorageError::for_storage(Operation::Open, &self.to_string().into(), error);
-                let tls = tls.as_ref().map(|tls| credentials.of(tls)).transpose().map_err(failed)?;
+                let tls = tls.as_ref().map(|tls| connections.tls.of(tls)).transpose().map_err(failed)?;
                 let mut connect = ConnectOptions::default()
                     .read_only(options.read_only)
                     .synchronous(options.cache.is_synchronous())
@@ -138,14 +185,17 @@ impl Location {
                 }
                 NbdStorage::connect(address, &connect)?
             }
+            Self::Object(url) => connections.objects.open(url, options)?,
             Self::Null { size, zeroes } => Arc::new(NullStorage::new(self.to_string(), *size, *zeroes)),
         })
     }
 
-    /// QEMU's name of the driver that has such bytes, but for files.
-    pub(crate) const fn protocol(&self) -> Option<&'static str> {
+    /// QEMU's name of the driver that has such bytes, but for files; of objects that QEMU has no driver for, their
+    /// scheme.
+    pub(crate) fn protocol(&self) -> Option<&'static str> {
         match self {
             Self::File(_) => None,
+            Self::Object(url) => OBJECT_SCHEMES.into_iter().find(|scheme| url.split(':').next() == Some(scheme)),
             Self::Nbd { .. } => Some("nbd"),
             Self::Null { .. } => Some("null-co"),
         }
@@ -156,7 +206,7 @@ impl Location {
     /// Returns its name, if the name alone leads to it.
     pub(crate) fn plain_name(&self) -> Option<String> {
         let is_plain = match self {
-            Self::File(_) => true,
+            Self::File(_) | Self::Object(_) => true,
             Self::Nbd { context, tls, .. } => context.is_none() && tls.is_none(),
             Self::Null { size, zeroes } => (*size, *zeroes) == (NULL_SIZE, false),
         };
@@ -188,6 +238,7 @@ impl Location {
                 }
                 node
             }
+            Self::Object(url) => json!({ "driver": self.protocol(), "url": url }),
             Self::Null { size, zeroes } => json!({ "driver": "null-co", "size": size, "read-zeroes": zeroes }),
         }
     }
@@ -210,6 +261,7 @@ impl fmt::Display for Location {
         match self {
             Self::File(path) => path.display().fmt(f),
             Self::Nbd { address, .. } => address.fmt(f),
+            Self::Object(url) => f.write_str(url),
             Self::Null { .. } => f.write_str("null-co://"),
         }
     }
@@ -239,6 +291,8 @@ mod tests {
             (nbd("nbd+unix:///e?socket=/s", Some("qemu:dirty-bitmap:b")), false),
             (encrypted(None), false),
             (encrypted(Some("other")), false),
+            (Location::Object("s3://bucket/a b?c".into()), true),
+            (Location::Object("https://host:1/a%20b".into()), true),
             (Location::Null { size: NULL_SIZE, zeroes: false }, true),
             (Location::Null { size: 512, zeroes: true }, false),
         ] {
@@ -247,6 +301,18 @@ mod tests {
             let by_name = location.plain_name().map(|name| Reference::from_name(name).unwrap().location);
             assert_eq!(by_name, is_plain.then_some(location));
         }
+    }
+
+    #[test]
+    fn objects_are_only_read_and_only_where_there_is_a_client() {
+        let location = Location::Object("s3://b/k".into());
+        let connections = Connections { tls: &TlsCredentials::default(), objects: &ObjectStores::default() };
+        let error = |read_only| {
+            let options = FileOptions { read_only, ..FileOptions::default() };
+            limosa_page::error_with_causes(&location.open(&options, connections).unwrap_err())
+        };
+        assert_eq!(error(true), "cannot open s3://b/k: this program has no client of object stores");
+        assert_eq!(error(false), "cannot open s3://b/k: objects of stores are only read");
     }
 
     #[test]

@@ -16,10 +16,11 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::chain::{self, OpenOptions};
 use crate::error::ImageError;
+use crate::location::Connections;
 use crate::luks::Passphrase;
 use crate::operations::info::ImageInfo;
 use crate::probe::Format;
-use crate::reference::{BackingOverride, DataFileOverride, Location, Reference, TlsCredentials};
+use crate::reference::{BackingOverride, DataFileOverride, Location, ObjectStores, Reference, TlsCredentials};
 use crate::{luks, qcow2, raw};
 
 /// A new image, by the place of its bytes.
@@ -188,7 +189,9 @@ impl NewImage {
         credentials: &TlsCredentials,
     ) -> Result<Arc<dyn Storage>, StorageError> {
         let Some(path) = self.location.path() else {
-            return self.location.open(&FileOptions { cache: self.cache, ..FileOptions::default() }, credentials);
+            // An object is written by other means: it refuses to be opened.
+            let connections = Connections { tls: credentials, objects: &ObjectStores::default() };
+            return self.location.open(&FileOptions { cache: self.cache, ..FileOptions::default() }, connections);
         };
         let file = files.create(path, self.cache)?;
         if let Some(bytes) = self.extent_size_hint.filter(|bytes| *bytes > 0) {

@@ -1,7 +1,7 @@
 //! Names of images: a file's name, `json:{...}`, or a list of options.
 //!
-//! Law: every option is taken or refused; none is ignored. Images are in files and block devices, or at NBD servers;
-//! other network protocols are not supported.
+//! Law: every option is taken or refused; none is ignored. Images are in files and block devices, at NBD servers, or
+//! objects of stores; other network protocols are not supported.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -15,8 +15,8 @@ use limosa_storage::{CacheMode, FileOptions, Io, LockPolicy};
 use serde_json::Value;
 
 pub use crate::error::ReferenceError;
-use crate::location::NULL_SIZE;
-pub use crate::location::{ExportTls, Location, TlsCredentials};
+pub use crate::location::{ExportTls, Location, ObjectStores, OpenObject, TlsCredentials};
+use crate::location::{NULL_SIZE, OBJECT_SCHEMES};
 use crate::probe::Format;
 use crate::qcow2::Encryption;
 use crate::qemu_json::to_json;
@@ -155,7 +155,8 @@ impl Reference {
         self.location.path()
     }
 
-    /// By a name: a path, `file:PATH`, the address of an NBD export ([`NbdAddress`]), `null-co://`, or `json:{...}`.
+    /// By a name: a path, `file:PATH`, the address of an NBD export ([`NbdAddress`]), the URL of an object
+    /// ([`Location::Object`]), `null-co://`, or `json:{...}`.
     ///
     /// # Errors
     /// It names another protocol, or options that limosa does not have.
@@ -232,13 +233,20 @@ impl Reference {
                     })?;
                     Ok(Self::at(Location::Nbd { address, context: None, tls: None }))
                 }
+                _ if path.as_os_str().as_bytes().starts_with(b"//")
+                    && OBJECT_SCHEMES.iter().any(|scheme| scheme.as_bytes() == protocol) =>
+                {
+                    let url = name.to_str().ok_or_else(|| fault("the URL is not valid UTF-8".into()))?;
+                    Ok(Self::at(Location::Object(url.to_owned())))
+                }
                 b"null-co" | b"null-aio" if path == Path::new("//") => {
                     Ok(Self::at(Location::Null { size: NULL_SIZE, zeroes: false }))
                 }
                 _ => {
                     let protocol = String::from_utf8_lossy(protocol);
                     Err(fault(format!(
-                        "protocol {protocol:?} is not supported, only files and nbd; write ./NAME for a file of that name"
+                        "protocol {protocol:?} is not supported, only files, nbd, s3, gs, az and http; write ./NAME for a file of \
+                         that name"
                     )))
                 }
             };
@@ -368,6 +376,14 @@ impl Options {
         match self.take(node, "driver")?.as_deref() {
             None | Some("file" | "host_device") => {}
             Some("nbd") => return self.nbd(node, settings),
+            Some(driver) if OBJECT_SCHEMES.contains(&driver) => {
+                self.common_settings(node, settings)?;
+                let url = self.take(node, "url")?.ok_or_else(|| format!("{node}url is missing"))?;
+                return match url.split_once("://") {
+                    Some((scheme, _)) if scheme == driver => Ok(Location::Object(url)),
+                    _ => Err(format!("{node}url must begin with {driver}://")),
+                };
+            }
             Some("null-co" | "null-aio") => {
                 self.common_settings(node, settings)?;
                 let size = self.take_number(node, "size")?.unwrap_or(NULL_SIZE);
@@ -376,7 +392,9 @@ impl Options {
                 self.only(node, "latency-ns", "0")?;
                 return Ok(Location::Null { size, zeroes });
             }
-            Some(other) => return Err(format!("{node}driver={other}: not supported; use file, host_device or nbd")),
+            Some(other) => {
+                return Err(format!("{node}driver={other}: not supported; use file, host_device, nbd or https"));
+            }
         }
         self.settings(node, settings)?;
         let name = self.take(node, "filename")?.ok_or_else(|| format!("{node}filename is missing"))?;
@@ -456,7 +474,10 @@ impl Options {
     fn image(&mut self, node: &str) -> Result<Reference, String> {
         let format = match self.take(node, "driver")?.as_deref() {
             None => None,
-            Some(driver @ ("file" | "host_device" | "nbd" | "null-co" | "null-aio")) => {
+            Some(driver)
+                if ["file", "host_device", "nbd", "null-co", "null-aio"].contains(&driver)
+                    || OBJECT_SCHEMES.contains(&driver) =>
+            {
                 self.0.insert(format!("{node}driver"), Some(driver.to_owned()));
                 let mut settings = Settings::default();
                 let location = self.location(node, &mut settings)?;
@@ -663,7 +684,7 @@ mod tests {
         );
         assert_eq!(
             said("driver=raw,file.driver=ssh,file.host=a"),
-            "file.driver=ssh: not supported; use file, host_device or nbd"
+            "file.driver=ssh: not supported; use file, host_device, nbd or https"
         );
         assert!(said("driver=nbd,export=a").contains("server.type=inet"));
         assert!(said("driver=nbd,host=a,path=b").contains("server.type=inet"));

@@ -30,6 +30,7 @@ mod protect;
 mod receive;
 mod relay;
 mod remedy;
+mod remote;
 mod report;
 mod restore;
 mod resume;

@@ -20,7 +20,7 @@ use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Io, LockPolicy
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::{FilePurpose, Policy, Refusal};
-use crate::location::Identity;
+use crate::location::{Connections, Identity};
 use crate::luks::{self, EncryptedStorage, LuksError, Passphrase, Secrets, SectorCipher};
 use crate::probe::{Format, probe};
 use crate::qcow2::{
@@ -28,7 +28,7 @@ use crate::qcow2::{
     Repair, SnapshotChoice,
 };
 use crate::raw::{Raw, RawOptions};
-use crate::reference::{BackingOverride, DataFileOverride, Location, Reference, TlsCredentials};
+use crate::reference::{BackingOverride, DataFileOverride, Location, ObjectStores, Reference, TlsCredentials};
 use crate::setters::setters;
 use base::Base;
 pub use base::{ChainWithBase, open_with_base};
@@ -61,6 +61,8 @@ pub struct OpenOptions {
     pub secrets: Secrets,
     /// The credentials that exports of the chain name ([`Location::Nbd`]).
     pub tls: TlsCredentials,
+    /// The client of object stores, if images of the chain are there ([`Location::Object`]).
+    pub objects: ObjectStores,
     /// The folder of the image's journal, if it is qcow2 of version 3 and written: what was acknowledged survives there
     /// when the process is killed and clients continue with the next one.
     pub journals: Option<JournalFolder>,
@@ -81,6 +83,7 @@ setters!(OpenOptions {
     snapshot: Option<SnapshotChoice>,
     secrets: Secrets,
     tls: TlsCredentials,
+    objects: ObjectStores,
     journals: Option<JournalFolder>,
     unreplayed: Vec<JournalFolder>,
 });
@@ -91,6 +94,10 @@ impl OpenOptions {
         let qcow2 = self.qcow2.clone().compress(None);
         let unreplayed = self.unreplayed.iter().chain(&self.journals).cloned().collect();
         Self { format: None, read_only: true, snapshot: None, journals: None, unreplayed, qcow2, ..self.clone() }
+    }
+
+    fn connections(&self) -> Connections<'_> {
+        Connections { tls: &self.tls, objects: &self.objects }
     }
 
     fn file(&self) -> FileOptions {
@@ -188,7 +195,7 @@ impl ImageFile {
     /// The kernel's; it looks like a format that limosa does not have.
     pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Self, ImageError> {
         let file_options = reference.settings.override_options(options.file());
-        let storage = reference.location.open(&file_options, &options.tls)?;
+        let storage = reference.location.open(&file_options, options.connections())?;
         let (format, guessed) = match reference.format.or(options.format) {
             Some(format) => (format, false),
             None => (probe(&*storage).await?, true),

@@ -426,7 +426,7 @@ fn file_info(storage: &dyn Storage, file: Option<&FileStorage>, location: &Locat
         filename: storage.name().to_string(),
         format: protocol.unwrap_or(if is_device { "host_device" } else { "file" }),
         actual_size: match (location, file) {
-            (Location::Nbd { .. }, _) => None,
+            (Location::Nbd { .. } | Location::Object(_), _) => None,
             (_, Some(file)) => Some(taken(file).unwrap_or(0)),
             (_, None) => Some(0),
         },

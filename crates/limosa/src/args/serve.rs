@@ -81,6 +81,11 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) how: ServedImageArgs,
 
+    /// Serve an image that is not written, such as an object of a store: clients' writes go to this qcow2 image on top
+    /// of it, which is created if it does not exist, and stays
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["read_only", "snapshot", "untrusted"])]
+    pub(crate) overlay: Option<PathBuf>,
+
     #[command(flatten)]
     pub(crate) open: OpenArgs,
 

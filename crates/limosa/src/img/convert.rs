@@ -22,6 +22,7 @@ use super::open;
 use super::options::{ConvertOptions, Name, Source};
 use super::pipe::{self, Output};
 use crate::program::say_named;
+use crate::remote::{self, Staging};
 use limosa_console::{check_stdout, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
@@ -34,6 +35,28 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     check(options)?;
+    let Some(url) = remote::target(&options.name.0)? else {
+        let (counters, length, is_stdout) = convert(options)?;
+        report(&counters, length, options.json, is_stdout);
+        check_stdout()?;
+        return Ok(ExitCode::SUCCESS);
+    };
+    let refused = [(options.no_create, "-n"), (options.resume, "--resume")];
+    if let Some((_, option)) = refused.into_iter().find(|(given, _)| *given) {
+        anyhow::bail!("{option}: {url} is an object, which is written as a whole and must not exist");
+    }
+    let staging = Staging::new()?;
+    let staged = ConvertOptions { name: Name(staging.path().into()), ..options.clone() };
+    let (counters, length, _) = convert(&staged)?;
+    interrupt::keep(format!("{url}: interrupted; run the same command to continue the upload"));
+    staging.upload(&url, options.quiet)?;
+    report(&counters, length, options.json, false);
+    check_stdout()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Converts into a file or a pipe. Returns counters, the length if it is known, and whether the image is on stdout.
+fn convert(options: &ConvertOptions) -> anyhow::Result<(ConvertCounters, Option<u64>, bool)> {
     let mut options = options.clone();
     let (input, output) = pipes(&mut options)?;
     let options = &options;
@@ -53,7 +76,7 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         open::warn(&target(options), image);
     }
     // A file that was there before is not removed.
-    if was_there && !options.resume && !is_stdout {
+    if was_there && !options.resume && !is_stdout && !Path::new(&options.name.0).starts_with("/proc/self/fd") {
         interrupt::keep(format!("{}: interrupted; its contents are not complete", options.name));
     }
     if options.resume {
@@ -76,9 +99,7 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     if !options.quiet {
         warn(&counters);
     }
-    report(&counters, length, options.json, is_stdout);
-    check_stdout()?;
-    Ok(ExitCode::SUCCESS)
+    Ok((counters, length, is_stdout))
 }
 
 /// Prints the counters for programs, on stderr if the image is on stdout. Without a known `length` it is what was read.
@@ -373,7 +394,7 @@ fn warn(counters: &ConvertCounters) {
 
 /// The counters for programs.
 pub(super) fn object(counters: &ConvertCounters, length: u64) -> serde_json::Value {
-    json!({
+    let mut object = json!({
         "length": length,
         "reads": counters.reads,
         "bytes-read": counters.bytes_read,
@@ -387,5 +408,7 @@ pub(super) fn object(counters: &ConvertCounters, length: u64) -> serde_json::Val
         "bytes-spared": counters.bytes_already_zero,
         "bytes-below": counters.bytes_in_backing,
         "bytes-lost": counters.bytes_unreadable,
-    })
+    });
+    remote::add_cost(&mut object);
+    object
 }

@@ -62,7 +62,7 @@ pub(crate) fn tls() -> TlsCredentials {
 
 /// Lets images use what was defined.
 pub(crate) fn usable(options: OpenOptions) -> OpenOptions {
-    options.secrets(secrets()).tls(tls())
+    options.secrets(secrets()).tls(tls()).objects(crate::remote::stores())
 }
 
 /// Returns the secret that an option names.

@@ -10,7 +10,7 @@ use limosa_console::{anyhow_error_line, say};
 use limosa_export::{Export, Exports};
 use limosa_image::chain::Image;
 use limosa_image::qcow2::JournalFolder;
-use limosa_image::reference::Reference;
+use limosa_image::reference::{Location, Reference};
 use limosa_image::{Format, Guess, GuestOffset, ImageError, guess};
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, Operation, block_on};
@@ -18,8 +18,8 @@ use parking_lot::Mutex;
 
 use super::beside::refuse_overlaid;
 use super::epochs::{self, Boot, EpochLog};
-use super::overlay;
 use super::wanted::Wanted;
+use super::{on_top, overlay};
 use crate::args::ServeArgs;
 use crate::img::open::named;
 use crate::img::options::{Name, Source};
@@ -187,17 +187,23 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             None => (args.images.len() == 1).then(String::new),
         };
         let how = &args.how;
+        let mut source = Source {
+            name: Name(image.clone()),
+            image_opts: how.image_opts,
+            format: how.format.clone(),
+            cache: how.cache,
+            io: how.aio.unwrap_or_default(),
+            force_share: how.shared,
+            untrusted: args.open.untrusted,
+        };
+        if let Some(overlay) = &args.overlay {
+            source = on_top::overlay(&source, overlay)?;
+        }
+        let is_object = matches!(named(&source)?.reference.location, Location::Object(_));
         let mut wanted = Wanted {
-            source: Source {
-                name: Name(image.clone()),
-                image_opts: how.image_opts,
-                format: how.format.clone(),
-                cache: how.cache,
-                io: how.aio.unwrap_or_default(),
-                force_share: how.shared,
-                untrusted: args.open.untrusted,
-            },
-            read_only: how.read_only,
+            source,
+            // Objects are only read.
+            read_only: how.read_only || is_object,
             snapshot: how.snapshot.clone(),
             name,
             description: how.description.clone(),

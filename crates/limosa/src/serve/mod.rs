@@ -13,6 +13,7 @@ mod epochs;
 mod images;
 pub(crate) mod journals;
 mod metrics;
+mod on_top;
 mod overlay;
 pub(crate) mod remedy;
 mod report;
@@ -36,9 +37,10 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use signal_hook::iterator::Signals;
 
-use crate::args::{ServeArgs, ServeCommand, ServeCommandArgs};
+use crate::args::{SandboxArg, ServeArgs, ServeCommand, ServeCommandArgs};
 use crate::img::{interrupt, object};
 use crate::metrics::Metrics;
+use crate::remote;
 use crate::usage::misused;
 use devices::BlockDevice;
 use ends::{Clients, Ends};
@@ -98,7 +100,19 @@ fn serve_exports(
 ) -> anyhow::Result<()> {
     let Ends { clients, control, metrics: listener } = Ends::bind(args, addresses)?;
     let nbd_addresses = clients.addresses();
-    sandbox::confine(args.sandbox, &needs(args, addresses, &images)?)?;
+    if remote::is_in_use() {
+        // Its client has a thread and makes connections, which the sandbox does not allow.
+        anyhow::ensure!(
+            args.sandbox != SandboxArg::On,
+            "--sandbox on: an image is in an object store; use off or auto"
+        );
+        say!("limosa: the sandbox is off: an image is in an object store");
+    } else {
+        sandbox::confine(args.sandbox, &needs(args, addresses, &images)?)?;
+        if args.sandbox != SandboxArg::Off {
+            remote::stay_out();
+        }
+    }
     announce(args, &clients, &servers.devices, (exports, listener.as_ref()))?;
     let steering = Steering::new(Arc::clone(servers), (exports.clone(), images), nbd_addresses, args);
     let steering = Arc::new(steering);
@@ -130,6 +144,9 @@ fn check(args: &ServeArgs, addresses: &[Uri]) {
     devices::check(args);
     if args.name.len() > args.images.len() {
         misused(format_args!("--name is given {} times for {} images", args.name.len(), args.images.len()));
+    }
+    if args.overlay.is_some() && args.images.len() != 1 {
+        misused("--overlay is for one image");
     }
     if args.max_memory < MEMORY_MIN {
         misused("--max-memory must be at least 128M: room for requests of the greatest length");
@@ -310,10 +327,15 @@ fn print_report(args: &ServeArgs, servers: &Servers, exports: &Exports, begun: I
         quantity::bytes(sum(|counters| counters.written_bytes)),
         quantity::count(sum(|counters| counters.flushes)),
     );
+    if let Some(cost) = remote::cost() {
+        say!("limosa: object stores: {} requests, {} bytes received", cost["requests"], cost["bytes-received"]);
+    }
     if args.json {
         let exports: Vec<_> = exports.iter().map(|export| report::ended(export)).collect();
         let mut counters = report::server_counters(&server);
         counters["front-ends"] = front_ends.into();
-        print_out!("{}", json!({ "event": "ended", "counters": counters, "exports": exports }));
+        let mut ended = json!({ "event": "ended", "counters": counters, "exports": exports });
+        remote::add_cost(&mut ended);
+        print_out!("{ended}");
     }
 }

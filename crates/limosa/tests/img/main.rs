@@ -28,6 +28,8 @@ mod old_aes;
 mod overlaid;
 mod pipe;
 mod rebase;
+#[cfg(feature = "remote")]
+mod remote;
 mod resize;
 mod resume;
 mod snapshot;

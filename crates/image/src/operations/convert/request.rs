@@ -433,7 +433,8 @@ impl NewTarget {
         }
         // What the backing file refers to was checked when its length was asked for.
         let (cache, policy, tls) = (self.image.cache, self.backing.policy.clone(), self.backing.tls.clone());
-        let options = OpenOptions { cache, io: self.io, policy, secrets, tls, ..OpenOptions::default() };
+        let objects = self.backing.objects.clone();
+        let options = OpenOptions { cache, io: self.io, policy, secrets, tls, objects, ..OpenOptions::default() };
         Ok(NamedImage::new(reference, options))
     }
 }

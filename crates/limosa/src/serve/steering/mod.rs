@@ -28,7 +28,7 @@ use super::images::{self, Images};
 use super::report;
 use super::servers::Servers;
 use crate::args::{SandboxArg, ServeArgs};
-use crate::remedy;
+use crate::{remedy, remote};
 use prepared::Prepared;
 pub(super) use requests::{AddRequest, BitmapChange};
 use requests::{BitmapsRequest, Named, QuiesceRequest, RemoveRequest, ResizeRequest};
@@ -70,7 +70,7 @@ impl Steering {
         nbd_addresses: Vec<Value>,
         args: &ServeArgs,
     ) -> Self {
-        let (untrusted, confined) = (args.open.untrusted, args.sandbox != SandboxArg::Off);
+        let (untrusted, confined) = (args.open.untrusted, args.sandbox != SandboxArg::Off && !remote::is_in_use());
         let (media, prepared, ended) = (Mutex::default(), Mutex::default(), RwLock::new(false));
         let dropped = Mutex::default();
         let has_folders = !args.allow_dir.is_empty();

@@ -1,0 +1,238 @@
+//! Objects of stores as images: how they are opened, what they cost, and how one is written.
+//!
+//! The client of stores is the feature `remote`. Without it every use of an object says so.
+
+use serde_json::Value;
+
+#[cfg(feature = "remote")]
+pub(crate) use with_client::{Staging, cost, is_in_use, stay_out, stores, target};
+#[cfg(not(feature = "remote"))]
+pub(crate) use without_client::{Staging, cost, is_in_use, stay_out, stores, target};
+
+/// Adds what objects have cost to an object for programs.
+pub(crate) fn add_cost(object: &mut Value) {
+    if let (Some(object), Some(cost)) = (object.as_object_mut(), cost()) {
+        object.insert("remote".to_owned(), cost);
+    }
+}
+
+#[cfg(feature = "remote")]
+mod with_client {
+    use std::ffi::OsStr;
+    use std::io;
+    use std::os::fd::{AsRawFd as _, OwnedFd};
+    use std::path::PathBuf;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, OnceLock};
+
+    use anyhow::Context as _;
+    use limosa_console::{parse, quantity, say};
+    use limosa_image::reference::{ObjectStores, OpenObject};
+    use limosa_remote::{
+        BlockCache, CacheOptions, ObjectUrl, RemoteCounters, RemoteObject, RemoteOptions, UploadCounters,
+        UploadOptions, upload,
+    };
+    use limosa_storage::{FileOptions, FileStorage, Operation, Storage, StorageError};
+    use parking_lot::Mutex;
+    use serde_json::{Value, json};
+
+    /// The folder of the cache; empty: no cache.
+    const CACHE_DIRECTORY: &str = "LIMOSA_CACHE_DIR";
+
+    /// The most bytes of the cache.
+    const CACHE_SIZE: &str = "LIMOSA_CACHE_SIZE";
+
+    /// Objects that were opened, and what was written.
+    static OPENED: Mutex<Vec<Arc<RemoteObject>>> = Mutex::new(Vec::new());
+    static UPLOADED: Mutex<Option<UploadCounters>> = Mutex::new(None);
+
+    /// Whether no object may be opened any more: connections would fail, after all attempts.
+    static STAYS_OUT: AtomicBool = AtomicBool::new(false);
+
+    #[derive(Debug)]
+    struct Client;
+
+    impl OpenObject for Client {
+        fn open(&self, url: &str) -> Result<Arc<dyn Storage>, StorageError> {
+            let failed = |why: io::Error| StorageError::for_storage(Operation::Open, &url.into(), why);
+            if STAYS_OUT.load(Ordering::Relaxed) {
+                return Err(failed(io::Error::other(
+                    "the server is in a sandbox and makes no connections (--sandbox)",
+                )));
+            }
+            let parsed: ObjectUrl =
+                url.parse().map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidInput, error)))?;
+            let object = RemoteObject::open(&parsed, &RemoteOptions::default().cache(cache()))?;
+            if !object.pin().is_strong() {
+                say!("limosa: {url}: pinned by its {} only: not every replacement can be noticed", object.pin());
+            }
+            OPENED.lock().push(Arc::clone(&object));
+            Ok(object)
+        }
+    }
+
+    /// The cache on local disk; `None`: not wanted, or it cannot be used, which is said once.
+    fn cache() -> Option<Arc<BlockCache>> {
+        static CACHE: OnceLock<Option<Arc<BlockCache>>> = OnceLock::new();
+        let open = || {
+            let directory = cache_directory()?;
+            let mut options = CacheOptions::new(&directory);
+            if let Some(size) = std::env::var_os(CACHE_SIZE) {
+                match size.to_str().map(parse::size) {
+                    Some(Ok(size)) => options = options.limit(size),
+                    _ => say!("limosa: {CACHE_SIZE}: must be a size as 10G; 10G is used"),
+                }
+            }
+            let failed =
+                |error| say!("limosa: {}: cannot be the cache: {error}; going on without", directory.display());
+            BlockCache::open(&options).map_err(failed).ok()
+        };
+        CACHE.get_or_init(open).clone()
+    }
+
+    fn cache_directory() -> Option<PathBuf> {
+        match std::env::var_os(CACHE_DIRECTORY) {
+            Some(directory) if directory.is_empty() => None,
+            Some(directory) => Some(directory.into()),
+            None => CacheOptions::usual_directory(),
+        }
+    }
+
+    /// Returns the client of object stores.
+    pub(crate) fn stores() -> ObjectStores {
+        ObjectStores::new(Arc::new(Client))
+    }
+
+    /// Whether an object is open: its client has a thread, and connections.
+    pub(crate) fn is_in_use() -> bool {
+        !OPENED.lock().is_empty()
+    }
+
+    /// Lets no further object be opened.
+    pub(crate) fn stay_out() {
+        STAYS_OUT.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns what objects have cost until now; `None`: there was none.
+    pub(crate) fn cost() -> Option<Value> {
+        let opened: Vec<RemoteCounters> = OPENED.lock().iter().map(|object| object.counters()).collect();
+        let uploaded = *UPLOADED.lock();
+        if opened.is_empty() && uploaded.is_none() {
+            return None;
+        }
+        let sum = |of: fn(&RemoteCounters) -> u64| opened.iter().map(of).sum::<u64>();
+        let sent = uploaded.unwrap_or_default();
+        Some(json!({
+            "requests": sum(|it| it.requests) + sent.requests,
+            "bytes-received": sum(|it| it.bytes),
+            "bytes-sent": sent.bytes,
+            "retries": sum(|it| it.retries) + sent.retries,
+            "hedges": sum(|it| it.hedges),
+            "hedges-won": sum(|it| it.hedges_won),
+            "blocks-in-memory": sum(|it| it.memory_hits),
+            "blocks-in-cache": sum(|it| it.cache_hits),
+            "blocks-demanded": sum(|it| it.demanded),
+            "blocks-prefetched": sum(|it| it.prefetched),
+            "parts": sent.parts,
+            "parts-resumed": sent.resumed,
+        }))
+    }
+
+    /// Returns the object that a name of a target means; `None`: it means a file.
+    ///
+    /// # Errors
+    /// It begins as the URL of one, and is not valid.
+    pub(crate) fn target(name: &OsStr) -> anyhow::Result<Option<ObjectUrl>> {
+        let Some(text) = name.to_str().filter(|text| ObjectUrl::is_one(text)) else { return Ok(None) };
+        Ok(Some(text.parse().with_context(|| text.to_owned())?))
+    }
+
+    /// A file without a name, in which an image is made that becomes an object: its tables are written last and
+    /// elsewhere, and an object is written once and in order.
+    #[derive(Debug)]
+    pub(crate) struct Staging(OwnedFd);
+
+    impl Staging {
+        /// Makes one, in `$TMPDIR` or `/var/tmp`.
+        ///
+        /// # Errors
+        /// The kernel's.
+        pub(crate) fn new() -> anyhow::Result<Self> {
+            use rustix::fs::{CWD, Mode, OFlags, openat};
+            let folder = std::env::var_os("TMPDIR").filter(|folder| !folder.is_empty());
+            let folder = folder.map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
+            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+            let file = openat(CWD, &folder, flags, Mode::from_raw_mode(0o600));
+            Ok(Self(file.with_context(|| format!("{}: no temporary file (set TMPDIR)", folder.display()))?))
+        }
+
+        /// The name under which this process can open it.
+        pub(crate) fn path(&self) -> PathBuf {
+            format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
+        }
+
+        /// Writes its contents to an object that must not exist.
+        ///
+        /// # Errors
+        /// The store's; it exists already.
+        pub(crate) fn upload(self, url: &ObjectUrl, quiet: bool) -> anyhow::Result<()> {
+            let file: Arc<dyn Storage> = FileStorage::from_fd(self.0, &url.to_string(), &FileOptions::default())?;
+            let mut options = UploadOptions::default();
+            if let Some(directory) = cache_directory() {
+                options = options.records_in(directory);
+            }
+            let done = upload(&file, url, &options)?;
+            *UPLOADED.lock() = Some(done.counters);
+            if !quiet {
+                let (length, requests) = (quantity::bytes(done.length), quantity::count(done.counters.requests));
+                say!("limosa: {url}: {length} written with {requests} requests");
+            }
+            Ok(())
+        }
+    }
+}
+
+#[cfg(not(feature = "remote"))]
+mod without_client {
+    use std::convert::Infallible;
+    use std::ffi::OsStr;
+    use std::path::PathBuf;
+
+    use limosa_image::reference::ObjectStores;
+    use serde_json::Value;
+
+    pub(crate) fn stores() -> ObjectStores {
+        ObjectStores::default()
+    }
+
+    pub(crate) fn is_in_use() -> bool {
+        false
+    }
+
+    pub(crate) fn stay_out() {}
+
+    pub(crate) fn cost() -> Option<Value> {
+        None
+    }
+
+    pub(crate) fn target(_: &OsStr) -> anyhow::Result<Option<Infallible>> {
+        Ok(None)
+    }
+
+    #[derive(Debug)]
+    pub(crate) struct Staging(Infallible);
+
+    impl Staging {
+        pub(crate) fn new() -> anyhow::Result<Self> {
+            anyhow::bail!("this program has no client of object stores")
+        }
+
+        pub(crate) fn path(&self) -> PathBuf {
+            match self.0 {}
+        }
+
+        pub(crate) fn upload(self, _: &Infallible, _: bool) -> anyhow::Result<()> {
+            match self.0 {}
+        }
+    }
+}
