@@ -17,6 +17,8 @@ const FEATURE_NAMES: u32 = 0x6803_f857;
 const BITMAPS: u32 = 0x2385_2875;
 const ENCRYPTION: u32 = 0x0537_be77;
 const DATA_FILE: u32 = 0x4441_5441;
+/// Ours: QEMU keeps it, as it does with all that it does not know.
+const BACKING_CONTENT: u32 = u32::from_be_bytes(*b"limb");
 
 /// The longest name of a format, in bytes: QEMU's limit.
 const BACKING_FORMAT_MOST: usize = 15;
@@ -33,6 +35,8 @@ pub struct Extensions {
     pub bitmaps: Option<BitmapsExtension>,
     /// Offset of the encryption header, and its length in bytes.
     pub encryption: Option<(HostOffset, u64)>,
+    /// A line about the contents that the backing file had when the image was made on top of it.
+    pub backing_content: Option<String>,
     /// Names of features.
     pub feature_names: Vec<FeatureName>,
     /// All others: their type and their bytes.
@@ -129,6 +133,9 @@ impl Extensions {
                 let offset = u64::from_be_bytes([o0, o1, o2, o3, o4, o5, o6, o7]);
                 self.encryption = Some((HostOffset(offset), u64::from_be_bytes(length)));
             }
+            BACKING_CONTENT if std::str::from_utf8(data).is_ok() => {
+                self.backing_content = Some(String::from_utf8_lossy(data).into_owned());
+            }
             _ => {
                 self.unknown.push((kind, data.to_vec()));
                 return Ok(false);
@@ -178,6 +185,9 @@ impl Extensions {
         if let Some(bitmaps) = self.bitmaps {
             parts.push((BITMAPS, bitmaps.encode().to_vec().into()));
         }
+        if let Some(content) = &self.backing_content {
+            parts.push((BACKING_CONTENT, content.as_bytes().into()));
+        }
         parts.extend(self.unknown.iter().map(|(kind, data)| (*kind, Cow::from(&data[..]))));
         parts.push((END, Cow::Borrowed(&[])));
         parts
@@ -198,15 +208,16 @@ mod tests {
     fn extensions() -> impl Strategy<Value = Extensions> {
         let unknown = (1_u32..100, prop::collection::vec(any::<u8>(), 0..30));
         (
-            prop::option::of("[a-z0-9]{0,15}"),
+            prop::option::of(("[a-z0-9]{0,15}", prop::option::of("[a-z/é]{0,40}"))),
             prop::option::of("[a-z/é]{0,40}"),
             prop::option::of(any::<(u32, u64, u64)>()),
             prop::option::of(any::<(u64, u64)>()),
             any::<bool>(),
             prop::collection::vec(unknown, 0..4),
         )
-            .prop_map(|(backing_format, data_file, bitmaps, encryption, names, unknown)| Extensions {
-                backing_format,
+            .prop_map(|(backing, data_file, bitmaps, encryption, names, unknown)| Extensions {
+                backing_format: backing.clone().map(|(format, _)| format),
+                backing_content: backing.and_then(|(_, content)| content),
                 data_file: data_file.map(OsString::from),
                 bitmaps: bitmaps.map(|(count, directory, size)| BitmapsExtension {
                     count,

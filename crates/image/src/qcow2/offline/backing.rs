@@ -31,7 +31,7 @@ pub async fn change_backing(
         return Err(ImageError::NeedsRepair { image: Arc::clone(image), what });
     }
     let mut new = old.clone();
-    new.extensions.backing_format = None;
+    (new.extensions.backing_format, new.extensions.backing_content) = (None, None);
     new.backing = None;
     if let Some((name, format)) = backing {
         if name.is_empty() || name.len() > BACKING_MOST {

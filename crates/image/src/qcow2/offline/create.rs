@@ -55,6 +55,8 @@ pub struct CreateOptions {
     pub backing_file: Option<OsString>,
     /// Its format.
     pub backing_format: Option<String>,
+    /// A line about its contents, by which a reader knows if they were replaced.
+    pub backing_content: Option<String>,
     /// The space that is allocated at once.
     pub preallocation: Preallocation,
     /// The encryption of its contents.
@@ -73,6 +75,7 @@ setters!(CreateOptions {
     data_file_raw: bool,
     backing_file: Option<OsString>,
     backing_format: Option<String>,
+    backing_content: Option<String>,
     preallocation: Preallocation,
     encryption: Option<NewEncryption>,
 });
@@ -91,6 +94,7 @@ impl Default for CreateOptions {
             data_file_raw: false,
             backing_file: None,
             backing_format: None,
+            backing_content: None,
             preallocation: Preallocation::Off,
             encryption: None,
         }
@@ -203,6 +207,7 @@ impl CreateOptions {
             backing: self.backing_file.clone().map(Backing::new),
             extensions: Extensions {
                 backing_format: self.backing_format.clone().filter(|_| self.backing_file.is_some()),
+                backing_content: self.backing_content.clone().filter(|_| self.backing_file.is_some()),
                 data_file: self.data_file.clone(),
                 encryption: self.encryption.as_ref().map(|_| (layout.encryption_at(), self.encryption_length())),
                 // QEMU's names take more than a cluster of 512 bytes has.
