@@ -27,6 +27,34 @@ pub struct RemoteCounters {
     pub prefetched: u64,
 }
 
+/// The figures of an object, also after it is closed.
+#[derive(Debug, Clone)]
+pub struct RemoteFigures(pub(crate) Arc<Tally>);
+
+impl RemoteFigures {
+    /// Returns them as they are now.
+    #[must_use]
+    pub fn counters(&self) -> RemoteCounters {
+        self.0.snapshot()
+    }
+}
+
+impl std::ops::AddAssign for RemoteCounters {
+    fn add_assign(&mut self, other: Self) {
+        let Self { requests, bytes, retries, hedges, hedges_won, memory_hits, cache_hits, demanded, prefetched } =
+            other;
+        self.requests += requests;
+        self.bytes += bytes;
+        self.retries += retries;
+        self.hedges += hedges;
+        self.hedges_won += hedges_won;
+        self.memory_hits += memory_hits;
+        self.cache_hits += cache_hits;
+        self.demanded += demanded;
+        self.prefetched += prefetched;
+    }
+}
+
 /// Figures in the making.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {

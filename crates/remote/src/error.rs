@@ -24,6 +24,9 @@ pub enum RemoteError {
     /// There are no credentials.
     #[error("no credentials: {0}")]
     Credentials(String),
+    /// The service that gives credentials fails, or cannot be reached.
+    #[error("no credentials from their service: {0}")]
+    CredentialService(Box<RemoteError>),
     /// The object is another one than when it was opened.
     #[error("the object was replaced since it was opened: open it again")]
     Replaced,
@@ -109,8 +112,11 @@ pub enum RemoteError {
     #[error("the store does not know the upload any more: begin it again")]
     UnknownUpload,
     /// The upload was cancelled.
-    #[error("the upload was cancelled")]
-    Cancelled,
+    #[error("the upload was cancelled{}", kept(.is_kept))]
+    Cancelled {
+        /// Whether its parts stay in the store, to be continued with.
+        is_kept: bool,
+    },
     /// A file or thread of this machine failed.
     #[error("{0}")]
     Local(String),
@@ -124,13 +130,20 @@ fn spaced(code: &str) -> String {
     if code.is_empty() { String::new() } else { format!(" {code}") }
 }
 
+fn kept(is_kept: &bool) -> &'static str {
+    if *is_kept { "; the same one continues it" } else { "" }
+}
+
 impl RemoteError {
     /// Whether the same request may succeed later.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Busy { .. } | Self::Failed { .. } | Self::Connect { .. } | Self::Broken(_) | Self::Silent(_) => true,
+            Self::Busy { .. } | Self::Connect { .. } | Self::Broken(_) | Self::Silent(_) => true,
+            // 501: it does not know the request, and will not.
+            Self::Failed { status, .. } => *status != 501,
             Self::Refused { status, .. } => *status == 408,
+            Self::CredentialService(cause) => cause.is_transient(),
             _ => false,
         }
     }
@@ -139,6 +152,7 @@ impl RemoteError {
     pub(crate) fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Busy { retry_after, .. } => *retry_after,
+            Self::CredentialService(cause) => cause.retry_after(),
             _ => None,
         }
     }
@@ -153,7 +167,9 @@ impl RemoteError {
     pub fn kind(&self) -> io::ErrorKind {
         match self {
             Self::NotFound(_) | Self::Removed => io::ErrorKind::NotFound,
-            Self::Denied { .. } | Self::Clock(_) | Self::Credentials(_) => io::ErrorKind::PermissionDenied,
+            Self::Denied { .. } | Self::Clock(_) | Self::Credentials(_) | Self::CredentialService(_) => {
+                io::ErrorKind::PermissionDenied
+            }
             Self::Exists => io::ErrorKind::AlreadyExists,
             Self::Busy { .. } | Self::Conflict(_) => io::ErrorKind::ResourceBusy,
             Self::Connect { .. } => io::ErrorKind::NotConnected,
@@ -162,7 +178,7 @@ impl RemoteError {
             Self::Settings(_) => io::ErrorKind::InvalidInput,
             Self::NoRanges => io::ErrorKind::Unsupported,
             Self::Protocol(_) => io::ErrorKind::InvalidData,
-            Self::Cancelled => io::ErrorKind::Interrupted,
+            Self::Cancelled { .. } => io::ErrorKind::Interrupted,
             Self::Spent { last, .. } => last.kind(),
             _ => io::ErrorKind::Other,
         }

@@ -32,11 +32,11 @@ mod upload;
 mod url;
 
 pub use cache::{BlockCache, CacheCounters, CacheOptions};
-pub use counters::RemoteCounters;
+pub use counters::{RemoteCounters, RemoteFigures};
 pub use error::RemoteError;
 pub use object::{Pin, RemoteObject, RemoteOptions};
 pub use store::{Environment, StoreOptions};
-pub use upload::{Existing, Upload, UploadCounters, UploadOptions, Uploaded, upload};
+pub use upload::{Existing, Upload, UploadCounters, UploadOptions, Uploaded, check_target, upload};
 pub use url::{ObjectUrl, Scheme, UrlError};
 
 /// The example of the README, compiled.

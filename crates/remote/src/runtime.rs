@@ -1,7 +1,8 @@
 //! The thread that the HTTP client runs on.
 //!
-//! **Law: the runtime is driven by this one thread, and nothing blocks it.** Files of the cache are read and written by
-//! its few helpers. Everything else sees functions that block, and futures that need no runtime.
+//! **Law: the runtime is driven by this one thread, and nothing blocks it.** Files of the cache have threads of their own
+//! ([`Files`](crate::cache::Files)); those of the runtime are for names of hosts, which the client looks up with calls
+//! that block. Everything else sees functions that block, and futures that need no runtime.
 
 use std::future::Future;
 use std::io;
@@ -10,8 +11,8 @@ use std::thread;
 use parking_lot::Mutex;
 use tokio::runtime::{Builder, Handle};
 
-/// Threads for files of the cache.
-const FILE_THREADS: usize = 4;
+/// Threads that look up names of hosts.
+const NAME_THREADS: usize = 4;
 
 /// Returns the runtime; the first call starts its thread, which lasts as long as the process.
 ///
@@ -26,8 +27,8 @@ pub(crate) fn handle() -> io::Result<Handle> {
     let runtime = Builder::new_current_thread()
         .enable_io()
         .enable_time()
-        .max_blocking_threads(FILE_THREADS)
-        .thread_name("remote-files")
+        .max_blocking_threads(NAME_THREADS)
+        .thread_name("remote-names")
         .build()?;
     let handle = runtime.handle().clone();
     thread::Builder::new().name("remote".into()).spawn(move || runtime.block_on(std::future::pending::<()>()))?;

@@ -38,8 +38,11 @@ impl ObjectServerKind {
     }
 }
 
-/// The first port that a server may have.
-const PORTS_FROM: u16 = 12_000;
+/// The first port that a server may have: below are those that need a right, and of well-known services.
+const PORTS_FROM: u16 = 5_000;
+
+/// Ports that servers have at least, if they are below those of connections.
+const PORTS_LEAST: u16 = 500;
 
 /// The bucket of every server.
 pub const BUCKET: &str = "bucket";
@@ -88,8 +91,10 @@ impl ObjectServer {
     }
 
     /// Variables for a client that goes to `address`: the server's own, or that of a proxy before it.
-    pub fn environment(address: SocketAddr) -> [(&'static str, String); 5] {
+    pub fn environment(address: SocketAddr) -> [(&'static str, String); 6] {
         [
+            // A proxy of this machine does not know its own address.
+            ("NO_PROXY", "127.0.0.1".to_owned()),
             ("AWS_ENDPOINT_URL", format!("http://{address}")),
             ("AWS_ACCESS_KEY_ID", CREDENTIALS.0.to_owned()),
             ("AWS_SECRET_ACCESS_KEY", CREDENTIALS.1.to_owned()),
@@ -121,6 +126,10 @@ impl ObjectServer {
             ObjectServerKind::Moto => _ = command.args(["-H", "127.0.0.1", "-p", &port]),
         }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).env("RUST_LOG", "error");
+        // Whoever listens there now is not the server.
+        if TcpStream::connect_timeout(&self.address, Duration::from_secs(1)).is_ok() {
+            bail!("another program listens at {}", self.address);
+        }
         let process = Process::spawn("the object server", command)?;
         let connect = || TcpStream::connect_timeout(&self.address, Duration::from_secs(1)).ok();
         wait_for("the object server to listen", connect);
@@ -151,14 +160,17 @@ impl ObjectServer {
 fn free_address() -> Result<SocketAddr> {
     static COUNT: AtomicU16 = AtomicU16::new(0);
     let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").context("the range of ports")?;
-    let end: u16 =
-        range.split_whitespace().next().and_then(|first| first.parse().ok()).context("the range of ports")?;
-    let count = end.checked_sub(PORTS_FROM).filter(|count| *count > 0).context("no ports but those of connections")?;
+    let mut ends = range.split_whitespace().map(|end| end.parse::<u16>());
+    let (Some(Ok(first)), Some(Ok(last))) = (ends.next(), ends.next()) else { bail!("the range of ports: {range}") };
+    // Those before it, or those behind it.
+    let (from, end) =
+        if first > PORTS_FROM + PORTS_LEAST { (PORTS_FROM, first) } else { (last.saturating_add(1), u16::MAX) };
+    let count = end.checked_sub(from).filter(|count| *count > 0).context("no ports but those of connections")?;
     // Far from those of other processes that start at the same time.
     let first = std::process::id().wrapping_mul(7919);
     for _ in 0..count {
         let number = first.wrapping_add(COUNT.fetch_add(1, Ordering::Relaxed).into());
-        let port = PORTS_FROM + u16::try_from(number % u32::from(count))?;
+        let port = from + u16::try_from(number % u32::from(count))?;
         if let Ok(listener) = TcpListener::bind(("127.0.0.1", port)) {
             return Ok(listener.local_addr()?);
         }

@@ -65,6 +65,15 @@ impl Layout {
         header
     }
 
+    /// The shape of the file with this beginning. `None`: it is not a file's.
+    pub(super) fn parse(header: &[u8]) -> Option<Self> {
+        let number = |at: usize| Some(u64::from_le_bytes(header.get(at..at + 8)?.try_into().ok()?));
+        let (block_size, length) = (number(16)?, number(24)?);
+        let layout = Self { identity: header.get(32..64)?.try_into().ok()?, length, block_size };
+        let most = BLOCKS_MAX.checked_mul(block_size)?;
+        (layout.header() == header && (1..=most).contains(&length)).then_some(layout)
+    }
+
     /// The number of blocks.
     pub(super) fn blocks(&self) -> u64 {
         self.length.div_ceil(self.block_size)
@@ -124,6 +133,10 @@ mod tests {
         assert!(Layout::new("a", u64::MAX, 4096).is_none() && Layout::new("a", 0, 4096).is_none());
         assert!(Layout::new("a", 4096 << 28, 4096).is_some() && Layout::new("a", (4096 << 28) + 1, 4096).is_none());
         assert_ne!(layout.name(), Layout::new("a", 1_000_000, 8192).unwrap().name());
+        assert_eq!(Layout::parse(&layout.header()), Some(layout));
+        let mut header = layout.header();
+        header[17] ^= 1;
+        assert_eq!((Layout::parse(&header), Layout::parse(&[])), (None, None));
     }
 
     #[test]

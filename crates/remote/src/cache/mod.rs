@@ -4,10 +4,12 @@
 //! it is read. Nothing is flushed: after a power cut blocks may be lost, cut or mixed up, which their checksums show. A
 //! cache that is full, broken or read-only costs time, and never fails a read.
 //!
-//! A file has the blocks of one version of an object ([`layout`]). Data is written before its entry. What was not used
-//! for the longest time is removed first: whole files, and of the last one its oldest blocks.
+//! A file has the blocks of one version of an object ([`layout`]). Data is written before its entry. Who uses a file has
+//! a shared lock on it. What was not used for the longest time is removed first: whole files that nobody uses, and of
+//! the others the oldest blocks. A file that was unlinked under its users would take space that nobody counts.
 
 mod directory;
+mod files;
 mod layout;
 mod object;
 
@@ -18,12 +20,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
+use rustix::fs::{FlockOperation, Timespec, Timestamps};
 
+use self::directory::Listed;
 use self::layout::Layout;
 use crate::counters::Count;
 
 pub(crate) use self::directory::{Directory, read_all, write_all};
+pub(crate) use self::files::Files;
 pub(crate) use self::object::CachedObject;
+
+/// How often a file is opened that other processes remove meanwhile.
+const OPENED_AGAIN: u32 = 8;
 
 /// How a cache is opened.
 #[derive(Debug, Clone)]
@@ -89,6 +97,7 @@ struct Tally {
 #[derive(Debug)]
 pub struct BlockCache {
     directory: Directory,
+    files: Files,
     limit: u64,
     tally: Tally,
     /// Bytes written since files were last counted.
@@ -105,6 +114,7 @@ impl BlockCache {
     pub fn open(options: &CacheOptions) -> io::Result<Arc<Self>> {
         let cache = Self {
             directory: Directory::open(&options.directory.join("blocks"))?,
+            files: Files::threads()?,
             limit: options.limit,
             tally: Tally::default(),
             written: AtomicU64::new(0),
@@ -126,6 +136,11 @@ impl BlockCache {
             errors: tally.errors.get(),
             evicted: tally.evicted.get(),
         }
+    }
+
+    /// The threads that its calls run on.
+    pub(crate) fn files(&self) -> &Files {
+        &self.files
     }
 
     /// The blocks of a version of an object; `None`: they cannot be kept.
@@ -151,8 +166,21 @@ impl BlockCache {
         }
     }
 
-    /// Opens the file of an object; one that is not its own, or is broken, is replaced.
+    /// Opens the file of an object, and locks it as one that is used.
     fn file(&self, layout: &Layout, name: &str) -> io::Result<Option<OwnedFd>> {
+        for _ in 0..OPENED_AGAIN {
+            let Some(file) = self.open_file(layout, name)? else { return Ok(None) };
+            // A process that removes it has the lock for that moment only.
+            rustix::fs::flock(&file, FlockOperation::LockShared)?;
+            if rustix::fs::fstat(&file)?.st_nlink > 0 {
+                return Ok(Some(file));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Opens the file of an object; one that is not its own, or is broken, is replaced.
+    fn open_file(&self, layout: &Layout, name: &str) -> io::Result<Option<OwnedFd>> {
         if let Some(file) = self.directory.open_file(name)? {
             let mut header = vec![0; layout::header_length()];
             if read_all(&file, &mut header, 0)? == header.len() && header == layout.header() {
@@ -197,24 +225,39 @@ impl BlockCache {
         }
         let mut excess = total - (self.limit - self.limit / 8);
         files.sort_unstable_by_key(|file| file.used);
-        let Some(newest) = files.pop() else { return Ok(()) };
         for file in files {
             if excess == 0 {
-                return Ok(());
+                break;
             }
-            self.directory.remove(&file.name);
-            self.tally.evicted.add(file.space);
-            excess = excess.saturating_sub(file.space);
+            let freed = self.give_back(&file, excess)?;
+            self.tally.evicted.add(freed);
+            excess = excess.saturating_sub(freed);
         }
-        let Ok(name) = String::from_utf8(newest.name) else { return Ok(()) };
-        let open = self.open.lock().iter().find(|(known, _)| *known == name).and_then(|(_, object)| object.upgrade());
-        let freed = match open {
-            Some(object) => object.evict(excess)?,
-            // Another process uses it, and keeps it within the limit.
-            None => 0,
-        };
-        self.tally.evicted.add(freed);
         Ok(())
+    }
+
+    /// Removes a file that nobody uses, or at least `wanted` bytes of one that is used. Returns how many.
+    fn give_back(&self, listed: &Listed, wanted: u64) -> io::Result<u64> {
+        let Ok(name) = std::str::from_utf8(&listed.name) else { return Ok(0) };
+        let Some(file) = self.directory.open_file(name)? else { return Ok(0) };
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {
+                self.directory.remove(&listed.name);
+                Ok(listed.space)
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let mut header = vec![0; layout::header_length()];
+                read_all(&file, &mut header, 0)?;
+                let Some(layout) = Layout::parse(&header) else { return Ok(0) };
+                let freed = object::evict(&file, &layout, wanted)?;
+                // That was no use of it.
+                let used = Timespec { tv_sec: i64::try_from(listed.used).unwrap_or(i64::MAX), tv_nsec: 0 };
+                let times = Timestamps { last_access: used, last_modification: used };
+                rustix::fs::futimens(&file, &times)?;
+                Ok(freed)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 }
 

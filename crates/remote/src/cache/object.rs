@@ -11,9 +11,9 @@ use limosa_page::to_usize;
 use rustix::fs::{FallocateFlags, Timespec, Timestamps, UTIME_NOW};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::BlockCache;
 use super::directory::{read_all, write_all};
 use super::layout::{ENTRY, Layout, USED};
+use super::{BlockCache, Files};
 
 /// Blocks that may wait to be written. More are not kept.
 const WRITES: usize = 64;
@@ -52,6 +52,11 @@ impl CachedObject {
         };
         object.note_use(minute());
         object
+    }
+
+    /// The threads that its calls run on.
+    pub(crate) fn files(&self) -> &Files {
+        self.cache.files()
     }
 
     /// Whether a block is there, as its entry says.
@@ -113,38 +118,6 @@ impl CachedObject {
         }
     }
 
-    /// Gives back at least `wanted` bytes on disk, of the blocks that were not used for the longest time. Returns how
-    /// many.
-    pub(super) fn evict(&self, wanted: u64) -> io::Result<u64> {
-        let mut blocks = Vec::new();
-        let mut first = 0;
-        while first < self.layout.blocks() {
-            let count = ENTRIES.min(self.layout.blocks() - first);
-            let mut entries = vec![0; to_usize(count * ENTRY)];
-            read_all(&self.file, &mut entries, self.layout.entry(first))?;
-            for (block, entry) in (first..).zip(entries.chunks(to_usize(ENTRY))) {
-                if let Some((_, used)) = self.layout.parse_entry(block, entry) {
-                    blocks.push((used, block));
-                }
-            }
-            first += count;
-        }
-        blocks.sort_unstable();
-        let mut freed = 0;
-        for (_, block) in blocks {
-            if freed >= wanted {
-                break;
-            }
-            let place = self.layout.data(block);
-            // First it is not there any more, then its space is given back.
-            write_all(&self.file, &[0; to_usize(ENTRY)], self.layout.entry(block))?;
-            let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            rustix::fs::fallocate(&self.file, how, place.start, place.end - place.start)?;
-            freed += place.end - place.start;
-        }
-        Ok(freed)
-    }
-
     fn entry(&self, block: u64) -> Option<(u32, u32)> {
         let mut entry = [0; to_usize(ENTRY)];
         match read_all(&self.file, &mut entry, self.layout.entry(block)) {
@@ -170,6 +143,38 @@ impl CachedObject {
             self.cache.failed(&error);
         }
     }
+}
+
+/// Gives back at least `wanted` bytes on disk, of the blocks that were not used for the longest time. Returns how
+/// many. Its users find them missing.
+pub(super) fn evict(file: &OwnedFd, layout: &Layout, wanted: u64) -> io::Result<u64> {
+    let mut blocks = Vec::new();
+    let mut first = 0;
+    while first < layout.blocks() {
+        let count = ENTRIES.min(layout.blocks() - first);
+        let mut entries = vec![0; to_usize(count * ENTRY)];
+        read_all(file, &mut entries, layout.entry(first))?;
+        for (block, entry) in (first..).zip(entries.chunks(to_usize(ENTRY))) {
+            if let Some((_, used)) = layout.parse_entry(block, entry) {
+                blocks.push((used, block));
+            }
+        }
+        first += count;
+    }
+    blocks.sort_unstable();
+    let mut freed = 0;
+    for (_, block) in blocks {
+        if freed >= wanted {
+            break;
+        }
+        let place = layout.data(block);
+        // First it is not there any more, then its space is given back.
+        write_all(file, &[0; to_usize(ENTRY)], layout.entry(block))?;
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(file, how, place.start, place.end - place.start)?;
+        freed += place.end - place.start;
+    }
+    Ok(freed)
 }
 
 fn seconds() -> u64 {

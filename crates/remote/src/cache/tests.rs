@@ -99,6 +99,30 @@ fn the_oldest_files_and_then_the_oldest_blocks_go_first() {
 }
 
 #[test]
+fn a_file_that_another_process_uses_loses_blocks_and_not_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let limit = 64 * BLOCK;
+    let (theirs, mine) = (cache(&folder, limit), cache(&folder, limit));
+    let old = theirs.object("old", 100 * BLOCK, BLOCK).unwrap();
+    (0..32).for_each(|block| old.write(block, &contents(1, block, BLOCK)));
+    let file = files(&folder).remove(0);
+    let long_ago = std::time::SystemTime::now() - std::time::Duration::from_secs(1000);
+    std::fs::File::open(&file).unwrap().set_modified(long_ago).unwrap();
+    let new = mine.object("new", 1000 * BLOCK, BLOCK).unwrap();
+    (0..200).for_each(|block| new.write(block, &contents(2, block, BLOCK)));
+    let used = || files(&folder).iter().map(|file| std::fs::metadata(file).unwrap().blocks() * 512).sum::<u64>();
+    assert!(used() <= limit + limit / 16, "{} of {limit} bytes", used());
+    // Its user finds nothing wrong, writes again, and that is counted: both have the same file.
+    assert!(file.exists() && (0..32).filter(|block| old.read(*block).is_some()).count() < 32);
+    (0..200).for_each(|block| old.write(block % 100, &contents(1, block % 100, BLOCK)));
+    assert!(used() <= limit + limit / 16, "{} of {limit} bytes", used());
+    let third = cache(&folder, limit).object("old", 100 * BLOCK, BLOCK).unwrap();
+    let found = (0..100).filter(|block| old.read(*block).is_some()).collect::<Vec<_>>();
+    assert!(!found.is_empty() && found.iter().all(|block| third.read(*block) == old.read(*block)));
+    assert_eq!([theirs.counters(), mine.counters()].map(|counters| (counters.errors, counters.damaged)), [(0, 0); 2]);
+}
+
+#[test]
 fn what_cannot_be_kept_is_not_kept() {
     let folder = tempfile::tempdir().unwrap();
     let cache = cache(&folder, 1 << 20);

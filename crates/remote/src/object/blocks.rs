@@ -22,7 +22,7 @@ use super::queue::{Limits, Piece, Queue};
 use super::waiting::{Part, PendingRead, ReadEnd};
 use super::{RemoteOptions, fetch};
 use crate::cache::CachedObject;
-use crate::counters::{RemoteCounters, Tally};
+use crate::counters::{RemoteFigures, Tally};
 use crate::error::RemoteError;
 use crate::runtime;
 use crate::store::Store;
@@ -40,7 +40,7 @@ pub(super) struct Blocks {
     /// Whether requests name the version: a store may allow only the current one to be read.
     pub(super) by_version: AtomicBool,
     pub(super) options: RemoteOptions,
-    pub(super) tally: Tally,
+    pub(super) tally: Arc<Tally>,
     pub(super) hedging: Mutex<Hedging>,
     pub(super) cached: Option<Arc<CachedObject>>,
     handle: Handle,
@@ -51,28 +51,40 @@ pub(super) struct Blocks {
 struct State {
     kept: Kept,
     queue: Queue,
-    /// Blocks that wait or are on the way, and the parts of reads that wait for them.
-    pending: HashMap<u64, Vec<Part>>,
+    /// Blocks that wait or are on the way.
+    pending: HashMap<u64, Pending>,
     in_flight: usize,
+    /// The number of the last flight.
+    flights: u64,
     /// Blocks on their way that were prefetched.
     prefetching: u64,
     /// Whether a task that begins pieces is on its way to the runtime: reads that come until then are seen together.
     is_dispatching: bool,
 }
 
+/// A block that waits or is on the way.
+#[derive(Default)]
+struct Pending {
+    /// The flight that brings it; 0: it waits. A flight may fail when a block that it has brought is gone from memory,
+    /// and already on the way again by another one.
+    flight: u64,
+    /// The parts of reads that wait for it.
+    parts: Vec<Part>,
+}
+
 impl Blocks {
     /// Opens an object: asks for its first block, and learns from the answer what it is.
-    pub(super) async fn open(store: Store, identity: String, options: RemoteOptions) -> Result<Arc<Self>, RemoteError> {
-        let tally = Tally::default();
+    pub(super) async fn open(store: Store, options: RemoteOptions) -> Result<Arc<Self>, RemoteError> {
+        let tally = Arc::<Tally>::default();
         let (meta, first) = fetch::first_block(&store, &options, &tally).await?;
         let pinned = Pinned::new(meta);
         let block_size = u64::from(options.block_size);
-        let cached = match (&options.cache, pinned.identity()) {
-            (Some(cache), Some(version)) => {
+        let cached = match (&options.cache, store.identity(), pinned.identity()) {
+            (Some(cache), Some(identity), Some(version)) => {
                 let (cache, identity) = (Arc::clone(cache), format!("{identity}\n{version}"));
                 let length = pinned.length();
-                let open = move || cache.object(&identity, length, block_size);
-                tokio::task::spawn_blocking(open).await.unwrap_or_default()
+                let files = cache.files().clone();
+                files.read(move || cache.object(&identity, length, block_size)).await.flatten()
             }
             _ => None,
         };
@@ -86,7 +98,7 @@ impl Blocks {
             kept.insert(0, first.clone(), false);
         }
         let (queue, pending) = (Queue::default(), HashMap::new());
-        let state = State { kept, queue, pending, in_flight: 0, prefetching: 0, is_dispatching: false };
+        let state = State { kept, queue, pending, in_flight: 0, flights: 0, prefetching: 0, is_dispatching: false };
         let handle = runtime::handle().map_err(|error| RemoteError::Local(error.to_string()))?;
         let by_version = AtomicBool::new(pinned.has_version());
         let hedging = Mutex::default();
@@ -116,8 +128,8 @@ impl Blocks {
         self.pinned.pin()
     }
 
-    pub(super) fn counters(&self) -> RemoteCounters {
-        self.tally.snapshot()
+    pub(super) fn figures(&self) -> RemoteFigures {
+        RemoteFigures(Arc::clone(&self.tally))
     }
 
     pub(super) fn block_size(&self) -> u64 {
@@ -144,9 +156,9 @@ impl Blocks {
             if let Some(bytes) = state.kept.read(block) {
                 found.push((part, bytes));
             } else if let Some(waiting) = state.pending.get_mut(&block) {
-                waiting.push(part);
+                waiting.parts.push(part);
             } else {
-                state.pending.insert(block, vec![part]);
+                state.pending.insert(block, Pending { flight: 0, parts: vec![part] });
                 state.queue.demand(block);
                 is_missing = true;
             }
@@ -187,19 +199,17 @@ impl Blocks {
         let mut state = self.state.lock();
         state.is_dispatching = false;
         loop {
-            let State { kept, queue, pending, in_flight, prefetching, .. } = &mut *state;
+            let State { kept, queue, pending, in_flight, flights, prefetching, .. } = &mut *state;
             let may_prefetch = self.cached.is_some() || kept.has_room(*prefetching * self.block_size());
-            let is_wanted = |block: u64| {
-                let is_cached = || self.cached.as_ref().is_some_and(|cached| cached.has(block));
-                !kept.contains(block) && !pending.contains_key(&block) && !is_cached()
-            };
+            let is_wanted = |block: u64| !kept.contains(block) && !pending.contains_key(&block);
             let Some(piece) = queue.next(&self.limits, *in_flight, may_prefetch, is_wanted) else { break };
             *in_flight += 1;
+            *flights += 1;
             *prefetching += piece.prefetched();
             for block in piece.blocks.clone() {
-                pending.entry(block).or_default();
+                pending.entry(block).or_default().flight = *flights;
             }
-            let flight = Flight { blocks: Arc::clone(self), piece, is_over: false };
+            let flight = Flight { blocks: Arc::clone(self), piece, number: *flights, is_over: false };
             self.handle.spawn(flight.run());
         }
     }
@@ -209,10 +219,10 @@ impl Blocks {
         let waiting = {
             let mut state = self.state.lock();
             let Some(waiting) = state.pending.remove(&block) else { return false };
-            state.kept.insert(block, bytes.clone(), waiting.is_empty());
+            state.kept.insert(block, bytes.clone(), waiting.parts.is_empty());
             waiting
         };
-        waiting.iter().for_each(|part| part.fill(bytes));
+        waiting.parts.iter().for_each(|part| part.fill(bytes));
         true
     }
 
@@ -221,13 +231,18 @@ impl Blocks {
         self.state.lock().pending.contains_key(&block)
     }
 
-    /// Blocks cannot be fetched. Those that came already are not concerned.
-    fn fail(&self, blocks: Range<u64>, error: &RemoteError) {
-        let waiting: Vec<_> = {
+    /// Blocks of a flight cannot be fetched. Those that came already are not concerned.
+    fn fail(&self, blocks: Range<u64>, flight: u64, error: &RemoteError) {
+        let mut waiting = Vec::new();
+        {
             let mut state = self.state.lock();
-            blocks.filter_map(|block| state.pending.remove(&block)).flatten().collect()
-        };
-        waiting.iter().for_each(|part| part.fail(error));
+            for block in blocks {
+                if state.pending.get(&block).is_some_and(|pending| pending.flight == flight) {
+                    waiting.extend(state.pending.remove(&block));
+                }
+            }
+        }
+        waiting.iter().flat_map(|pending| &pending.parts).for_each(|part| part.fail(error));
     }
 
     /// Writes a block into the cache, beside other work.
@@ -235,44 +250,72 @@ impl Blocks {
         if let Some(cached) = &self.cached
             && let Some(room) = cached.room_for_write()
         {
-            let cached = Arc::clone(cached);
-            self.handle.spawn_blocking(move || {
-                cached.write(block, &bytes);
+            let written = Arc::clone(cached);
+            cached.files().write(move || {
+                written.write(block, &bytes);
                 drop(room);
             });
         }
     }
 
-    /// The blocks of a piece that the cache does not have; it delivers those that it has.
+    /// The blocks of a piece that the cache does not have; it delivers those that it has. A block that nobody waits for
+    /// stays on disk.
     async fn read_cached(&self, piece: &Piece) -> Vec<Range<u64>> {
         let Some(cached) = &self.cached else { return vec![piece.blocks.clone()] };
-        let (cached, blocks) = (Arc::clone(cached), piece.blocks.clone());
-        let read = move || blocks.map(|block| (block, cached.read(block))).collect::<Vec<_>>();
-        let found = tokio::task::spawn_blocking(read).await.unwrap_or_default();
-        let mut missing: Vec<Range<u64>> = Vec::new();
-        let mut next = piece.blocks.start;
-        for (block, bytes) in found {
-            next = block + 1;
-            match (bytes, missing.last_mut()) {
-                (Some(bytes), _) => {
-                    self.tally.cache_hits.add(1);
-                    self.deliver(block, &bytes);
+        let (mut missing, mut wanted) = (Vec::new(), piece.blocks.clone().collect::<Vec<_>>());
+        if !piece.is_demanded {
+            let (looked, blocks) = (Arc::clone(cached), piece.blocks.clone());
+            let has = cached.files().read(move || blocks.filter(|block| looked.has(*block)).collect::<Vec<_>>());
+            let has = has.await.unwrap_or_default();
+            missing = piece.blocks.clone().filter(|block| !has.contains(block)).collect();
+            wanted = has.into_iter().filter(|block| !self.give_up(*block)).collect();
+        }
+        if !wanted.is_empty() {
+            let (read, blocks) = (Arc::clone(cached), wanted.clone());
+            let read = move || blocks.into_iter().map(|block| (block, read.read(block))).collect::<Vec<_>>();
+            let none = || wanted.iter().map(|block| (*block, None)).collect();
+            for (block, bytes) in cached.files().read(read).await.unwrap_or_else(none) {
+                match bytes {
+                    Some(bytes) => {
+                        self.tally.cache_hits.add(1);
+                        self.deliver(block, &bytes);
+                    }
+                    None => missing.push(block),
                 }
-                (None, Some(last)) if last.end == block => last.end = next,
-                (None, _) => missing.push(block..next),
             }
         }
-        if next < piece.blocks.end {
-            missing.push(next..piece.blocks.end);
-        }
-        missing
+        missing.sort_unstable();
+        runs(&missing)
     }
+
+    /// Lets go of a block that is on its way, unless a read waits for it. Returns whether nobody does.
+    fn give_up(&self, block: u64) -> bool {
+        let mut state = self.state.lock();
+        let is_unwanted = state.pending.get(&block).is_some_and(|pending| pending.parts.is_empty());
+        if is_unwanted {
+            state.pending.remove(&block);
+        }
+        is_unwanted
+    }
+}
+
+/// The runs of neighbours among blocks in order.
+fn runs(blocks: &[u64]) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for &block in blocks {
+        match runs.last_mut() {
+            Some(last) if last.end == block => last.end = block + 1,
+            _ => runs.push(block..block + 1),
+        }
+    }
+    runs
 }
 
 /// A piece on its way.
 struct Flight {
     blocks: Arc<Blocks>,
     piece: Piece,
+    number: u64,
     /// Whether each of its blocks came or failed. Then they may be on the way again already, by another piece.
     is_over: bool,
 }
@@ -293,7 +336,7 @@ impl Flight {
                         let tally = if is_demanded { &blocks.tally.demanded } else { &blocks.tally.prefetched };
                         tally.add(run.end - run.start);
                     }
-                    Err(error) => blocks.fail(run, &error),
+                    Err(error) => blocks.fail(run, self.number, &error),
                 }
             }
         });
@@ -306,7 +349,7 @@ impl Drop for Flight {
     fn drop(&mut self) {
         if !self.is_over {
             let lost = RemoteError::Local("the task that fetched it has failed".to_owned());
-            self.blocks.fail(self.piece.blocks.clone(), &lost);
+            self.blocks.fail(self.piece.blocks.clone(), self.number, &lost);
         }
         let mut state = self.blocks.state.lock();
         state.in_flight -= 1;

@@ -104,10 +104,6 @@ pub(super) async fn run(blocks: &Blocks, run: Range<u64>, is_demanded: bool) -> 
             Err(_) => last.unwrap_or(RemoteError::Silent(budget.total())),
         };
         last = Some(error.clone());
-        if matches!(error, RemoteError::Denied { .. }) && blocks.by_version.swap(false, Ordering::Relaxed) {
-            // Versions may need a right of their own. The ETag, which each request names, pins the object as well.
-            continue;
-        }
         let error = match error {
             RemoteError::NotFound(_) => RemoteError::Removed,
             error => error,
@@ -162,10 +158,18 @@ async fn hedged(blocks: &Blocks, assembly: &mut Assembly, is_demanded: bool) -> 
 }
 
 async fn attempt(blocks: &Blocks, assembly: &mut Assembly) -> Result<(), RemoteError> {
-    let (store, silence, range) = (&blocks.store, blocks.options.store.silence, assembly.next..assembly.end);
-    let get = blocks.pinned.options(range.clone(), blocks.by_version.load(Ordering::Relaxed));
-    let request = exchange(&blocks.tally.requests, None, store.objects().get_opts(&store.path, get));
-    let got = timeout(silence, request).await.map_err(|_| RemoteError::Silent(silence))??;
+    let (silence, range) = (blocks.options.store.silence, assembly.next..assembly.end);
+    let by_version = blocks.by_version.load(Ordering::Relaxed);
+    let got = match request(blocks, &range, by_version).await {
+        Err(RemoteError::Denied { .. }) if by_version => {
+            // Versions may need a right of their own. The ETag, which each request names, pins the object as well.
+            let got = request(blocks, &range, false).await?;
+            // Not before it is known that the version was the cause: credentials may have expired.
+            blocks.by_version.store(false, Ordering::Relaxed);
+            got
+        }
+        got => got?,
+    };
     blocks.pinned.check(&got.meta)?;
     if got.range != range {
         return Err(RemoteError::Protocol(format!("asked for bytes {range:?}, got {:?}", got.range)));
@@ -175,6 +179,13 @@ async fn attempt(blocks: &Blocks, assembly: &mut Assembly) -> Result<(), RemoteE
         return Err(too_short(assembly.next - range.start, range.end - range.start));
     }
     Ok(())
+}
+
+async fn request(blocks: &Blocks, range: &Range<u64>, by_version: bool) -> Result<GetResult, RemoteError> {
+    let (store, silence) = (&blocks.store, blocks.options.store.silence);
+    let get = blocks.pinned.options(range.clone(), by_version);
+    let request = exchange(&blocks.tally.requests, None, store.objects().get_opts(&store.path, get));
+    timeout(silence, request).await.map_err(|_| RemoteError::Silent(silence))?
 }
 
 /// Receives a body.

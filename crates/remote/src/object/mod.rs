@@ -19,7 +19,7 @@ use limosa_storage::{
 
 use self::blocks::Blocks;
 use crate::cache::BlockCache;
-use crate::counters::RemoteCounters;
+use crate::counters::{RemoteCounters, RemoteFigures};
 use crate::error::RemoteError;
 use crate::runtime;
 use crate::store::{Store, StoreOptions};
@@ -95,8 +95,7 @@ impl RemoteObject {
             return Err(failed(RemoteError::Settings(why).into()));
         }
         let store = Store::new(url, &options.store).map_err(|error| failed(error.into()))?;
-        let (options, identity) = (options.clone(), format!("{url}\n{}", store.endpoint));
-        let opened = runtime::block_on(Blocks::open(store, identity, options)).map_err(failed)?;
+        let opened = runtime::block_on(Blocks::open(store, options.clone())).map_err(failed)?;
         let blocks = opened.map_err(|error| failed(error.into()))?;
         Ok(Arc::new(Self { name, blocks }))
     }
@@ -105,6 +104,12 @@ impl RemoteObject {
     #[must_use]
     pub fn pin(&self) -> Pin {
         self.blocks.pin()
+    }
+
+    /// Returns a line about its contents: two objects of which it differs are not the same.
+    #[must_use]
+    pub fn content(&self) -> String {
+        self.blocks.pinned.content()
     }
 
     /// Fetches ranges ahead of reads, in this order, while there is room. Nothing is reported of what fails: a read
@@ -116,7 +121,13 @@ impl RemoteObject {
     /// Returns its figures.
     #[must_use]
     pub fn counters(&self) -> RemoteCounters {
-        self.blocks.counters()
+        self.figures().counters()
+    }
+
+    /// Returns its figures for whoever wants to know them also after it is closed.
+    #[must_use]
+    pub fn figures(&self) -> RemoteFigures {
+        self.blocks.figures()
     }
 
     fn refusal<T: Send + 'static>(&self, operation: Operation, range: &Range<u64>) -> Request<T> {

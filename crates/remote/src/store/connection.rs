@@ -5,17 +5,18 @@
 
 use std::collections::HashMap;
 use std::error::Error;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt as _;
-use http::{HeaderMap, Method, StatusCode, Uri, header};
-use object_store::ClientOptions;
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
 };
+use object_store::{ClientConfigKey, ClientOptions};
 use parking_lot::Mutex;
 
 use super::exchange::{Exchange, Seen, Status};
@@ -31,20 +32,52 @@ const ANSWER_MAX: usize = 1 << 20;
 /// The part of an error's text that is looked at, in bytes.
 const ERROR_MAX: usize = 16 << 10;
 
-/// Makes connections for the clients of one store.
+/// The longest attempt to connect to a service of this machine or its host, which is there at once or not at all.
+const NEAR: Duration = Duration::from_secs(1);
+
+/// Makes the connections of one store's client: to the store, and to services that give credentials for it.
+///
+/// The client says of none which it is. But it asks for that to the store last: `build` of each client makes its
+/// credentials before itself (object_store 0.14, `aws/builder.rs`, `gcp/builder.rs`, `azure/builder.rs`).
 #[derive(Debug, Clone)]
 pub(super) struct Connector {
+    pub(super) settings: Settings,
+    pub(super) route: Route,
+    /// The remedy for missing credentials.
+    pub(super) remedy: &'static str,
+    pub(super) place: Place,
+    made: Arc<AtomicUsize>,
+}
+
+/// Settings of connections.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Settings {
     pub(super) connect_timeout: Duration,
     /// Certificates in PEM that are trusted beside the system's.
     pub(super) certificates: Option<Arc<[u8]>>,
-    pub(super) route: Route,
+    /// Whether proxies of the environment are passed by.
+    pub(super) is_direct: bool,
+}
+
+/// The URL of the object at its store, without a query. It is known after the first request: two stores may have
+/// buckets of the same name, and only the client knows all the settings that choose one.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Place(Arc<OnceLock<String>>);
+
+impl Place {
+    pub(super) fn get(&self) -> Option<&str> {
+        self.0.get().map(String::as_str)
+    }
+
+    fn note(&self, uri: &Uri) {
+        let scheme = uri.scheme_str().unwrap_or_default().to_owned();
+        self.0.get_or_init(|| format!("{scheme}://{}{}", shown(uri).to_ascii_lowercase(), uri.path()));
+    }
 }
 
 /// Where the requests of a store may go.
 #[derive(Debug, Clone)]
 pub(super) struct Route {
-    /// The host of the store, or the end of its hosts' names.
-    pub(super) host: Arc<str>,
     /// Whether the server may name other hosts.
     pub(super) allow_redirects: bool,
     /// Whether it may redirect at all: a store of S3 does so for buckets of another region, and a signature for one
@@ -52,31 +85,30 @@ pub(super) struct Route {
     pub(super) is_web: bool,
 }
 
-impl Route {
-    /// Whether a host is the store's: others give credentials.
-    fn is_store(&self, uri: &Uri) -> bool {
-        let Some(host) = uri.host() else { return false };
-        let is_sts = host.starts_with("sts.");
-        host == &*self.host || (!is_sts && host.strip_suffix(&*self.host).is_some_and(|rest| rest.ends_with('.')))
+impl Connector {
+    pub(super) fn new(settings: Settings, route: Route, remedy: &'static str) -> Self {
+        Self { settings, route, remedy, place: Place::default(), made: Arc::default() }
     }
 }
 
 impl HttpConnector for Connector {
-    fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let failed = |error: reqwest::Error| object_store::Error::Generic { store: "http", source: Box::new(error) };
-        let client = client(self.connect_timeout, self.certificates.as_ref()).map_err(failed)?;
-        Ok(HttpClient::new(Connection { client, route: self.route.clone() }))
+        let client = client(&self.settings).map_err(failed)?;
+        let number = self.made.fetch_add(1, Ordering::Relaxed) + 1;
+        let is_true = |value: String| value == "true";
+        let may_be_plain = options.get_config_value(&ClientConfigKey::AllowHttp).is_some_and(is_true);
+        let had_credentials = AtomicBool::new(false);
+        Ok(HttpClient::new(Connection { client, connector: self.clone(), number, may_be_plain, had_credentials }))
     }
 }
 
 /// Returns a client. Those with the same settings are one, so that all objects of a host share its connections.
-fn client(connect_timeout: Duration, certificates: Option<&Arc<[u8]>>) -> reqwest::Result<reqwest::Client> {
-    type Settings = (Duration, Option<Arc<[u8]>>);
+fn client(settings: &Settings) -> reqwest::Result<reqwest::Client> {
     static CLIENTS: Mutex<Option<HashMap<Settings, reqwest::Client>>> = Mutex::new(None);
     let mut clients = CLIENTS.lock();
     let clients = clients.get_or_insert_default();
-    let settings = (connect_timeout, certificates.map(Arc::clone));
-    if let Some(client) = clients.get(&settings) {
+    if let Some(client) = clients.get(settings) {
         return Ok(client.clone());
     }
     // The client has no cryptography of its own. If the program has installed some, that is used.
@@ -84,14 +116,17 @@ fn client(connect_timeout: Duration, certificates: Option<&Arc<[u8]>>) -> reqwes
     let mut builder = reqwest::Client::builder()
         .user_agent(concat!("limosa/", env!("CARGO_PKG_VERSION")))
         .redirect(reqwest::redirect::Policy::none())
-        .connect_timeout(connect_timeout)
+        .connect_timeout(settings.connect_timeout)
         // One connection for each request in flight carries more than all of them over one.
         .http1_only();
-    if let Some(pem) = certificates {
+    if let Some(pem) = &settings.certificates {
         builder = builder.tls_certs_merge(reqwest::Certificate::from_pem_bundle(pem)?);
     }
+    if settings.is_direct {
+        builder = builder.no_proxy();
+    }
     let client = builder.build()?;
-    clients.insert(settings, client.clone());
+    clients.insert(settings.clone(), client.clone());
     Ok(client)
 }
 
@@ -99,13 +134,28 @@ fn client(connect_timeout: Duration, certificates: Option<&Arc<[u8]>>) -> reqwes
 #[derive(Debug)]
 struct Connection {
     client: reqwest::Client,
-    route: Route,
+    connector: Connector,
+    number: usize,
+    /// Whether requests for credentials may be unencrypted.
+    may_be_plain: bool,
+    /// Whether it has brought credentials.
+    had_credentials: AtomicBool,
 }
 
 #[async_trait]
 impl HttpService for Connection {
-    async fn call(&self, mut request: HttpRequest) -> Result<HttpResponse, HttpError> {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let exchange = Exchange::current().unwrap_or_default();
+        if self.number == self.connector.made.load(Ordering::Relaxed) {
+            self.call_store(request, &exchange).await
+        } else {
+            self.call_for_credentials(request, &exchange).await
+        }
+    }
+}
+
+impl Connection {
+    async fn call_store(&self, mut request: HttpRequest, exchange: &Exchange) -> Result<HttpResponse, HttpError> {
         if let Some((name, value)) = &exchange.condition
             && *request.method() == Method::POST
             && request.uri().query().is_some_and(|query| query.contains("uploadId="))
@@ -113,37 +163,76 @@ impl HttpService for Connection {
             // A signature covers the headers that it names; others may be added.
             request.headers_mut().insert(name.clone(), value.clone());
         }
-        let is_store = self.route.is_store(request.uri());
+        self.connector.place.note(request.uri());
+        let route = &self.connector.route;
         for _ in 0..=REDIRECTS {
-            if is_store {
-                exchange.requests.add(1);
-            }
+            exchange.requests.add(1);
             let (method, uri) = (request.method().clone(), request.uri().clone());
             let is_part = method == Method::GET && request.headers().contains_key(header::RANGE);
-            let response = match self.client.call(request.clone()).await {
-                Ok(response) => response,
-                Err(error) => {
-                    exchange.note(Seen::Error(if is_store {
-                        of_connection(&error, &uri)
-                    } else {
-                        RemoteError::Credentials(of_connection(&error, &uri).to_string())
-                    }));
-                    return Err(error);
-                }
-            };
-            if self.route.is_web
-                && response.status().is_redirection()
-                && response.headers().contains_key(header::LOCATION)
-            {
-                match self.route.redirected(&uri, response.headers()) {
+            let response = self.client.call(request.clone()).await;
+            let response = response.inspect_err(|error| exchange.note(Seen::Error(of_connection(error, &uri))))?;
+            if route.is_web && response.status().is_redirection() && response.headers().contains_key(header::LOCATION) {
+                match route.redirected(&uri, response.headers()) {
                     Ok(next) => *request.uri_mut() = next,
-                    Err(to) => return Err(refused(&exchange, RemoteError::Redirect(to))),
+                    Err(to) => return Err(refused(exchange, RemoteError::Redirect(to))),
                 }
                 continue;
             }
-            return answer(&exchange, response, is_store, is_part).await;
+            if route.is_web && is_part && is_encoded(response.headers()) {
+                let why = "it sends a part of the file in another encoding (`Content-Encoding`)";
+                return Err(refused(exchange, RemoteError::Protocol(why.to_owned())));
+            }
+            return answer(exchange, response, is_part, Seen::Status).await;
         }
-        Err(refused(&exchange, RemoteError::Redirect("one place after the other".to_owned())))
+        Err(refused(exchange, RemoteError::Redirect("one place after the other".to_owned())))
+    }
+
+    /// Asks a service for credentials. Its hiccups are no reason to fail reads: they are repeated as the store's.
+    async fn call_for_credentials(&self, request: HttpRequest, exchange: &Exchange) -> Result<HttpResponse, HttpError> {
+        let uri = request.uri().clone();
+        let is_plain = uri.scheme_str() != Some("https");
+        if is_plain && !self.may_be_plain {
+            let why = format!("{} would send them unencrypted", shown(&uri));
+            return Err(refused(exchange, RemoteError::Credentials(why)));
+        }
+        let called = if is_plain {
+            // A service of this machine or its host: a proxy must not see what it answers.
+            let settings = &self.connector.settings;
+            let near = settings.connect_timeout.min(NEAR);
+            let settings = Settings { connect_timeout: near, is_direct: true, ..settings.clone() };
+            let failed = |error| HttpError::new(HttpErrorKind::Unknown, error);
+            client(&settings).map_err(failed)?.call(request).await
+        } else {
+            self.client.call(request).await
+        };
+        let response = match called {
+            Ok(response) => response,
+            Err(error) => {
+                let is_absent = is_plain && !self.had_credentials.load(Ordering::Relaxed);
+                exchange.note(Seen::Error(match of_connection(&error, &uri) {
+                    // No cloud's machine, which has such a service. To repeat it would only take time.
+                    RemoteError::Connect { host, .. } if is_absent => {
+                        RemoteError::Credentials(format!("{} (nobody gives any at {host})", self.connector.remedy))
+                    }
+                    error => RemoteError::CredentialService(Box::new(error)),
+                }));
+                return Err(error);
+            }
+        };
+        let failed = |status: Status| {
+            let number = status.status;
+            let error = status.into_error();
+            Seen::Error(if error.is_transient() {
+                RemoteError::CredentialService(Box::new(error))
+            } else {
+                RemoteError::Credentials(format!("the service that gives them answered {number}"))
+            })
+        };
+        let answered = answer(exchange, response, false, failed).await?;
+        if answered.status().is_success() {
+            self.had_credentials.store(true, Ordering::Relaxed);
+        }
+        Ok(answered)
     }
 }
 
@@ -165,13 +254,13 @@ impl Route {
     }
 }
 
-/// Takes an answer: a part of an object is passed on as it comes, everything else is read here, up to a
-/// limit.
+/// Takes an answer: a part of an object is passed on as it comes, everything else is read here, up to a limit. `failed`:
+/// what is noted of an error.
 async fn answer(
     exchange: &Exchange,
     response: HttpResponse,
-    is_store: bool,
     is_part: bool,
+    failed: impl FnOnce(Status) -> Seen,
 ) -> Result<HttpResponse, HttpError> {
     let (parts, body) = response.into_parts();
     let is_success = parts.status.is_success();
@@ -209,19 +298,21 @@ async fn answer(
     if !is_success || code == "InternalError" || code == "SlowDown" {
         let status = parts.status.as_u16();
         let header = |name| parts.headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
-        let seen = Status {
+        exchange.note(failed(Status {
             status,
             code,
             retry_after: header(header::RETRY_AFTER).parse().ok().map(Duration::from_secs),
             date: printable(header(header::DATE), 40),
-        };
-        exchange.note(if is_store {
-            Seen::Status(seen)
-        } else {
-            Seen::Error(RemoteError::Credentials(format!("the service that gives them answered {status}")))
-        });
+        }));
     }
     Ok(HttpResponse::from_parts(parts, text.into()))
+}
+
+/// Whether a web server has encoded what it sends: the bytes are other ones than the file's. A store sends what was
+/// stored, and the header is one of its object.
+fn is_encoded(headers: &HeaderMap) -> bool {
+    let encoding = headers.get(header::CONTENT_ENCODING).map(HeaderValue::as_bytes);
+    encoding.is_some_and(|encoding| !encoding.eq_ignore_ascii_case(b"identity"))
 }
 
 /// Whether the range of a part is one that the client can take.
@@ -251,11 +342,17 @@ fn refused(exchange: &Exchange, error: RemoteError) -> HttpError {
 
 /// The cause of a failed request.
 fn of_connection(error: &HttpError, uri: &Uri) -> RemoteError {
-    let host = printable(uri.authority().map_or("the store", |authority| authority.as_str()), 200);
+    let host = printable(&shown(uri), 200);
     match error.kind() {
         HttpErrorKind::Connect => RemoteError::Connect { host, why: innermost(error) },
         _ => RemoteError::Broken(innermost(error)),
     }
+}
+
+/// The host and port. An authority may hold a password as well.
+fn shown(uri: &Uri) -> String {
+    let host = uri.host().unwrap_or("the store");
+    uri.port_u16().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}"))
 }
 
 /// The text of the innermost cause.
@@ -272,7 +369,7 @@ mod tests {
     use super::*;
 
     fn redirected(allow_redirects: bool, from: &str, to: &str) -> Result<String, String> {
-        let route = Route { host: "h".into(), allow_redirects, is_web: true };
+        let route = Route { allow_redirects, is_web: true };
         let headers = HeaderMap::from_iter([(header::LOCATION, to.parse().unwrap())]);
         route.redirected(&from.parse().unwrap(), &headers).map(|uri| uri.to_string())
     }
@@ -290,12 +387,12 @@ mod tests {
     }
 
     #[test]
-    fn services_that_give_credentials_are_not_the_store() {
-        let route = Route { host: "amazonaws.com".into(), allow_redirects: false, is_web: false };
-        let is_store = |uri: &str| route.is_store(&uri.parse().unwrap());
-        assert!(is_store("https://s3.eu-west-1.amazonaws.com/b/k") && is_store("https://b.s3.x.amazonaws.com/k"));
-        assert!(!is_store("https://sts.eu-west-1.amazonaws.com/") && !is_store("http://169.254.169.254/latest"));
-        assert!(!is_store("https://notamazonaws.com/"));
+    fn a_place_has_no_query_and_no_password() {
+        let place = Place::default();
+        assert_eq!(place.get(), None);
+        place.note(&"http://user:secret@Host:9000/bucket/k?X-Amz-Signature=1".parse().unwrap());
+        place.note(&"http://other/".parse().unwrap());
+        assert_eq!(place.get(), Some("http://host:9000/bucket/k"));
     }
 
     #[test]

@@ -82,9 +82,17 @@ pub(crate) fn of_client(error: &object_store::Error) -> RemoteError {
         }
         error => {
             // The innermost cause alone: the others may name URLs.
-            let mut cause: &dyn std::error::Error = error;
-            while let Some(source) = cause.source() {
-                cause = source;
+            let mut cause: &(dyn std::error::Error + 'static) = error;
+            loop {
+                // Its text quotes values, which may be credentials.
+                if let Some(json) = cause.downcast_ref::<serde_json::Error>() {
+                    let place = format!("line {}, column {}", json.line(), json.column());
+                    return RemoteError::Protocol(format!("not the expected JSON at {place}"));
+                }
+                match cause.source() {
+                    Some(source) => cause = source,
+                    None => break,
+                }
             }
             RemoteError::Protocol(printable(&cause.to_string(), 200))
         }
@@ -93,14 +101,16 @@ pub(crate) fn of_client(error: &object_store::Error) -> RemoteError {
 
 impl Status {
     /// The error of a request that is not conditional.
-    fn into_error(self) -> RemoteError {
+    pub(super) fn into_error(self) -> RemoteError {
         let Self { status, code, retry_after, date } = self;
         match (status, code.as_str()) {
             (403, "RequestTimeTooSkewed") => RemoteError::Clock(date),
             (301 | 307 | 400, "PermanentRedirect" | "TemporaryRedirect" | "AuthorizationHeaderMalformed") => {
                 RemoteError::Region(code)
             }
-            (401 | 403, _) => RemoteError::Denied { status, code },
+            (401 | 403, _) | (400, "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired") => {
+                RemoteError::Denied { status, code }
+            }
             (404 | 410, _) => RemoteError::NotFound(code),
             (409, _) => RemoteError::Conflict(code),
             (412, _) => RemoteError::Replaced,
@@ -109,5 +119,17 @@ impl Status {
             (200 | 500.., _) => RemoteError::Failed { status, code },
             _ => RemoteError::Refused { status, code },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_in_json_are_not_quoted() {
+        let source = serde_json::from_str::<u32>("\"a secret\"").unwrap_err();
+        let error = object_store::Error::Generic { store: "x", source: Box::new(source) };
+        assert_eq!(of_client(&error), RemoteError::Protocol("not the expected JSON at line 1, column 10".into()));
     }
 }

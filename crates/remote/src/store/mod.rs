@@ -16,7 +16,7 @@ use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{ObjectStore, RetryConfig};
 
-use self::connection::{Connector, Route};
+use self::connection::{Connector, Place, Route, Settings};
 use self::profile::Profile;
 use crate::error::RemoteError;
 use crate::url::{ObjectUrl, Scheme};
@@ -57,8 +57,8 @@ impl Default for StoreOptions {
 pub(crate) struct Store {
     client: Client,
     pub(crate) path: Path,
-    /// Its endpoint: other stores may have buckets of the same names.
-    pub(crate) endpoint: Arc<str>,
+    url: Arc<str>,
+    place: Place,
 }
 
 #[derive(Clone)]
@@ -78,27 +78,25 @@ impl Store {
         let web = url.is_web();
         let path = if web { Ok(Path::ROOT) } else { Path::parse(url.key()) };
         let path = path.map_err(|_| RemoteError::Settings("the key is not supported".to_owned()))?;
-        let (client, endpoint) = match url.scheme() {
-            Scheme::S3 => s3(url, options).map(|(client, endpoint)| (Client::S3(Arc::new(client)), endpoint)),
-            Scheme::Google => {
-                google(url, options).map(|(client, endpoint)| (Client::Google(Arc::new(client)), endpoint))
-            }
-            Scheme::Azure => azure(url, options).map(|(client, endpoint)| (Client::Azure(Arc::new(client)), endpoint)),
+        let connector = connector(url.scheme(), options)?;
+        let place = connector.place.clone();
+        let client = match url.scheme() {
+            Scheme::S3 => Client::S3(Arc::new(s3(url, options, connector)?)),
+            Scheme::Google => Client::Google(Arc::new(google(url, options, connector)?)),
+            Scheme::Azure => Client::Azure(Arc::new(azure(url, options, connector)?)),
             Scheme::Http | Scheme::Https => {
                 // The client's paths are other ones than a web server's: it gets the whole URL as its own.
-                let host = url.bucket().rsplit_once(':').filter(|(_, port)| !port.contains(']'));
-                let host = host.map_or(url.bucket(), |(host, _)| host);
-                let builder = HttpBuilder::new()
-                    .with_url(url.to_string())
-                    .with_retry(no_retries())
-                    .with_http_connector(connector(options, host, true)?);
-                builder
-                    .build()
-                    .map(|client| (Client::Web(Arc::new(client)), String::new()))
-                    .map_err(|error| settings(&error))
+                let builder = HttpBuilder::new().with_url(url.to_string());
+                let client = builder.with_retry(no_retries()).with_http_connector(connector).build();
+                Client::Web(Arc::new(client.map_err(|error| settings(&error))?))
             }
-        }?;
-        Ok(Self { client, path, endpoint: endpoint.into() })
+        };
+        Ok(Self { client, path, url: url.to_string().into(), place })
+    }
+
+    /// The name of the object that no object of another store has, after the first request; `None`: before it.
+    pub(crate) fn identity(&self) -> Option<String> {
+        Some(format!("{}\n{}", self.url, self.place.get()?))
     }
 
     pub(crate) fn objects(&self) -> &dyn ObjectStore {
@@ -126,31 +124,47 @@ impl Store {
     }
 }
 
+/// The remedy for missing credentials of S3.
+const AWS_REMEDY: &str = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE";
+
 fn no_retries() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
-fn connector(options: &StoreOptions, host: &str, is_web: bool) -> Result<Connector, RemoteError> {
-    let certificates = options.environment.get("AWS_CA_BUNDLE").map(|path| {
+fn connector(scheme: Scheme, options: &StoreOptions) -> Result<Connector, RemoteError> {
+    let is_web = matches!(scheme, Scheme::Http | Scheme::Https);
+    // Of AWS and what speaks its protocol: nobody else's certificates are vouched for by it.
+    let bundle = options.environment.get("AWS_CA_BUNDLE").filter(|_| scheme == Scheme::S3);
+    let certificates = bundle.map(|path| {
         std::fs::read(path).map_err(|error| RemoteError::Settings(format!("AWS_CA_BUNDLE: {path}: {error}")))
     });
-    Ok(Connector {
-        connect_timeout: options.connect_timeout,
-        certificates: certificates.transpose()?.map(Arc::from),
-        route: Route { host: host.into(), allow_redirects: options.allow_redirects, is_web },
-    })
+    let certificates = certificates.transpose()?.map(Arc::from);
+    let settings = Settings { connect_timeout: options.connect_timeout, certificates, is_direct: false };
+    let remedy = match scheme {
+        Scheme::S3 => AWS_REMEDY,
+        Scheme::Google => "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+        Scheme::Azure => "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
+        Scheme::Http | Scheme::Https => "none are used",
+    };
+    Ok(Connector::new(settings, Route { allow_redirects: options.allow_redirects, is_web }, remedy))
 }
 
-/// The host of an endpoint.
-fn host_of(endpoint: &str) -> Result<String, RemoteError> {
-    let url = reqwest::Url::parse(endpoint).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
-    let host = url.as_ref().and_then(reqwest::Url::host_str).map(str::to_owned);
-    // The endpoint may hold a password: it is not shown.
-    host.ok_or_else(|| RemoteError::Settings("the endpoint must be an http(s) URL".to_owned()))
+/// Checks the URL of an endpoint, which may hold a password: it is not shown.
+fn check_endpoint(endpoint: Option<String>) -> Result<(), RemoteError> {
+    let is_url = |endpoint: &str| {
+        let url = reqwest::Url::parse(endpoint).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+        url.is_some_and(|url| url.has_host())
+    };
+    match endpoint {
+        Some(endpoint) if !is_url(&endpoint) => {
+            Err(RemoteError::Settings("the endpoint must be an http(s) URL".to_owned()))
+        }
+        _ => Ok(()),
+    }
 }
 
-/// The client of S3, and its endpoint.
-fn s3(url: &ObjectUrl, options: &StoreOptions) -> Result<(AmazonS3, String), RemoteError> {
+/// The client of S3.
+fn s3(url: &ObjectUrl, options: &StoreOptions, connector: Connector) -> Result<AmazonS3, RemoteError> {
     let environment = &options.environment;
     let profile = Profile::read(environment)?;
     let mut builder = AmazonS3Builder::new();
@@ -185,8 +199,7 @@ fn s3(url: &ObjectUrl, options: &StoreOptions) -> Result<(AmazonS3, String), Rem
             }
         }
         if !found && environment.is_true("AWS_EC2_METADATA_DISABLED") {
-            let why = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE";
-            return Err(RemoteError::Credentials(why.to_owned()));
+            return Err(RemoteError::Credentials(AWS_REMEDY.to_owned()));
         }
     }
     if !is_given(&["AWS_REGION", "AWS_DEFAULT_REGION"])
@@ -194,24 +207,21 @@ fn s3(url: &ObjectUrl, options: &StoreOptions) -> Result<(AmazonS3, String), Rem
     {
         builder = builder.with_region(region);
     }
-    let names = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"];
-    let mut endpoint = names.iter().find_map(|name| environment.get(name));
-    if endpoint.is_none() {
-        endpoint = profile.get("endpoint_url");
-        if let Some(endpoint) = endpoint {
-            builder = builder.with_endpoint(endpoint);
-        }
+    let is_given = |key: &AmazonS3ConfigKey| builder.get_config_value(key).is_some();
+    if !is_given(&AmazonS3ConfigKey::S3Endpoint)
+        && !is_given(&AmazonS3ConfigKey::Endpoint)
+        && let Some(endpoint) = profile.get("endpoint_url")
+    {
+        builder = builder.with_endpoint(endpoint);
     }
-    let host = endpoint.map_or_else(|| Ok("amazonaws.com".to_owned()), host_of)?;
-    let builder = builder
-        .with_bucket_name(url.bucket())
-        .with_retry(no_retries())
-        .with_http_connector(connector(options, &host, false)?);
-    Ok((builder.build().map_err(|error| settings(&error))?, endpoint.unwrap_or_default().to_owned()))
+    check_endpoint(builder.get_config_value(&AmazonS3ConfigKey::S3Endpoint))?;
+    check_endpoint(builder.get_config_value(&AmazonS3ConfigKey::Endpoint))?;
+    let builder = builder.with_bucket_name(url.bucket()).with_retry(no_retries()).with_http_connector(connector);
+    builder.build().map_err(|error| settings(&error))
 }
 
-/// The client of Google Cloud Storage, and its endpoint.
-fn google(url: &ObjectUrl, options: &StoreOptions) -> Result<(GoogleCloudStorage, String), RemoteError> {
+/// The client of Google Cloud Storage.
+fn google(url: &ObjectUrl, options: &StoreOptions, connector: Connector) -> Result<GoogleCloudStorage, RemoteError> {
     let environment = &options.environment;
     let mut builder = GoogleCloudStorageBuilder::new();
     for (name, value) in environment.with_prefix("GOOGLE_") {
@@ -219,22 +229,17 @@ fn google(url: &ObjectUrl, options: &StoreOptions) -> Result<(GoogleCloudStorage
             builder = builder.with_config(key, value);
         }
     }
-    let mut host = "googleapis.com".to_owned();
     if let Some(emulator) = environment.get("STORAGE_EMULATOR_HOST") {
         let base = if emulator.contains("://") { emulator.to_owned() } else { format!("http://{emulator}") };
-        host = host_of(&base)?;
         builder = builder.with_base_url(base.trim_end_matches('/')).with_skip_signature(true);
     }
-    let builder = builder
-        .with_bucket_name(url.bucket())
-        .with_retry(no_retries())
-        .with_http_connector(connector(options, &host, false)?);
-    let endpoint = environment.get("STORAGE_EMULATOR_HOST").unwrap_or_default().to_owned();
-    Ok((builder.build().map_err(|error| settings(&error))?, endpoint))
+    check_endpoint(builder.get_config_value(&GoogleConfigKey::BaseUrl))?;
+    let builder = builder.with_bucket_name(url.bucket()).with_retry(no_retries()).with_http_connector(connector);
+    builder.build().map_err(|error| settings(&error))
 }
 
-/// The client of Azure, and what tells its account from others.
-fn azure(url: &ObjectUrl, options: &StoreOptions) -> Result<(MicrosoftAzure, String), RemoteError> {
+/// The client of Azure.
+fn azure(url: &ObjectUrl, options: &StoreOptions, connector: Connector) -> Result<MicrosoftAzure, RemoteError> {
     let environment = &options.environment;
     let mut builder = MicrosoftAzureBuilder::new();
     for (name, value) in environment.with_prefix("AZURE_") {
@@ -245,17 +250,17 @@ fn azure(url: &ObjectUrl, options: &StoreOptions) -> Result<(MicrosoftAzure, Str
     if let Some(endpoint) = environment.get("MSI_ENDPOINT").or_else(|| environment.get("IDENTITY_ENDPOINT")) {
         builder = builder.with_msi_endpoint(endpoint);
     }
-    let mut endpoint = environment.get("AZURE_STORAGE_ENDPOINT").map(str::to_owned);
-    // The names of `az storage`, which differ from those of the client.
-    let mut account = environment.get("AZURE_STORAGE_ACCOUNT_NAME").unwrap_or_default().to_owned();
     let mut set = |key, value: Option<&str>| {
         if let Some(value) = value {
-            if matches!(key, AzureConfigKey::AccountName) {
-                value.clone_into(&mut account);
-            }
             builder = std::mem::take(&mut builder).with_config(key, value);
         }
     };
+    if environment.is_true("AZURE_USE_AZURE_CLI") || environment.get("AZURE_CREDENTIAL_TYPE") == Some("azure_cli") {
+        // The client would wait for that program on the thread that all requests run on.
+        let why = "`az` is not run: set AZURE_STORAGE_TOKEN to a token of `az account get-access-token`";
+        return Err(RemoteError::Credentials(why.to_owned()));
+    }
+    // The names of `az storage`, which differ from those of the client.
     set(AzureConfigKey::AccountName, environment.get("AZURE_STORAGE_ACCOUNT"));
     set(AzureConfigKey::AccessKey, environment.get("AZURE_STORAGE_KEY"));
     set(AzureConfigKey::SasKey, environment.get("AZURE_STORAGE_SAS_TOKEN"));
@@ -264,23 +269,13 @@ fn azure(url: &ObjectUrl, options: &StoreOptions) -> Result<(MicrosoftAzure, Str
             Some(("AccountName", value)) => set(AzureConfigKey::AccountName, Some(value)),
             Some(("AccountKey", value)) => set(AzureConfigKey::AccessKey, Some(value)),
             Some(("SharedAccessSignature", value)) => set(AzureConfigKey::SasKey, Some(value)),
-            Some(("BlobEndpoint", value)) => endpoint = Some(value.to_owned()),
+            Some(("BlobEndpoint", value)) => set(AzureConfigKey::Endpoint, Some(value)),
             _ => {}
         }
     }
-    let host = match &endpoint {
-        Some(endpoint) => {
-            builder = builder.with_endpoint(endpoint.clone());
-            host_of(endpoint)?
-        }
-        None => "windows.net".to_owned(),
-    };
-    let builder = builder
-        .with_container_name(url.bucket())
-        .with_retry(no_retries())
-        .with_http_connector(connector(options, &host, false)?);
-    let client = builder.build().map_err(|error| settings(&error))?;
-    Ok((client, format!("{}\n{account}", endpoint.unwrap_or_default())))
+    check_endpoint(builder.get_config_value(&AzureConfigKey::Endpoint))?;
+    let builder = builder.with_container_name(url.bucket()).with_retry(no_retries()).with_http_connector(connector);
+    builder.build().map_err(|error| settings(&error))
 }
 
 /// An error of a builder. Its text may quote a setting, but a credential only if that is malformed: it is left out.

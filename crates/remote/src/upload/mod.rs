@@ -2,18 +2,20 @@
 //!
 //! **Law: an object is complete or it is not there.** Parts become visible by one last request, under a condition where
 //! the store knows one: nothing that somebody else wrote meanwhile is replaced. What is not completed is aborted, also
-//! if the upload is dropped. After a kill the record of the upload remains ([`record`]): the next upload of the same
-//! object continues it, or aborts it.
+//! if the upload is dropped; or it has a record ([`record`]), which stays as long as the store may have parts of it:
+//! after a kill, while the store cannot be reached, or when it refuses to abort. The next upload of the same object
+//! continues it, or aborts it.
 //!
 //! ```mermaid
 //! flowchart LR
-//!     look["HEAD: what is there?"] --> parts["parts, several at once"] --> complete["complete, if still so"]
-//!     parts -- failed, cancelled, dropped --> abort
-//!     parts -- killed --> record["record on local disk"] --> parts
+//!     look["what is there?"] --> parts["parts, several at once"] --> complete["complete, if still so"]
+//!     parts -- failed, dropped --> abort
+//!     parts -- killed, cancelled, out of reach --> record["record on local disk"] --> parts
 //! ```
 
 mod plan;
 mod record;
+mod requests;
 mod session;
 
 use std::io;
@@ -55,7 +57,7 @@ pub struct UploadOptions {
     /// A folder for records of uploads, with which one that was killed is continued; `None`: it is begun again, and the
     /// store keeps parts of the killed one until it removes them by itself.
     pub records: Option<PathBuf>,
-    /// Set by whoever wants the upload to end: it fails, and is aborted.
+    /// Set by whoever wants the upload to end: it fails. It is aborted, or continued later if it has a record.
     pub cancelled: Arc<AtomicBool>,
 }
 
@@ -136,12 +138,8 @@ impl Upload {
     pub fn begin(url: &ObjectUrl, length: u64, options: &UploadOptions) -> Result<Self, StorageError> {
         let name: Arc<str> = url.to_string().into();
         let failed = |error: RemoteError| StorageError::for_storage(Operation::Create, &name, io::Error::from(error));
-        if !url.is_writable() {
-            return Err(failed(RemoteError::Settings("files of web servers are only read".to_owned())));
-        }
-        let store = Store::new(url, &options.store).map_err(failed)?;
-        let identity = format!("{url}\n{}", store.endpoint);
-        let session = Session::begin(store, &identity, length, options).map_err(failed)?;
+        let store = writable(url, options).map_err(failed)?;
+        let session = Session::begin(store, length, options).map_err(failed)?;
         Ok(Self { name, session })
     }
 
@@ -182,6 +180,26 @@ impl std::fmt::Debug for Upload {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Upload").field("name", &self.name).finish_non_exhaustive()
     }
+}
+
+/// Fails if an upload would because of the object that is there, or because the store refuses to say. Nothing is
+/// written: for whoever has to make the bytes first.
+///
+/// # Errors
+/// As those of [`Upload::begin`].
+pub fn check_target(url: &ObjectUrl, options: &UploadOptions) -> Result<(), StorageError> {
+    let failed = |error: RemoteError| {
+        StorageError::for_storage(Operation::Create, &url.to_string().into(), io::Error::from(error))
+    };
+    let store = writable(url, options).map_err(failed)?;
+    Session::check_target(store, options).map_err(failed)
+}
+
+fn writable(url: &ObjectUrl, options: &UploadOptions) -> Result<Store, RemoteError> {
+    if !url.is_writable() {
+        return Err(RemoteError::Settings("files of web servers are only read".to_owned()));
+    }
+    Store::new(url, &options.store)
 }
 
 /// Writes all bytes of a storage, which nobody changes meanwhile, to an object.

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
@@ -51,18 +52,43 @@ pub(super) struct Record {
 pub(super) type Resumable = (Begun, HashMap<usize, Part>);
 
 impl Record {
-    /// Opens the record of an object, and returns what an earlier upload has left in it. `None`: another process writes
-    /// this object.
-    pub(super) fn open(folder: &std::path::Path, identity: &str) -> io::Result<Option<(Self, Option<Resumable>)>> {
+    /// Opens the record that an earlier upload of an object has left. `None`: there is none, or its upload still runs.
+    pub(super) fn find(folder: &Path, identity: &str) -> io::Result<Option<(Self, Resumable)>> {
+        // Nothing is made for those that need no record.
+        if !folder.try_exists()? {
+            return Ok(None);
+        }
         let directory = Directory::open(folder)?;
-        let hash = Sha256::digest(identity);
-        let name: String =
-            hash.iter().take(20).map(|byte| format!("{byte:02x}")).chain([".upload".to_owned()]).collect();
-        let file = match directory.open_file(&name)? {
-            Some(file) => Some(file),
-            None => directory.create_file(&name, b"")?,
+        let name = name_of(identity);
+        let Some(file) = directory.open_file(&name)? else { return Ok(None) };
+        let Some((mut record, text)) = Self::lock(directory, name, file)? else { return Ok(None) };
+        let Some((found, length)) = parse(&text) else {
+            // Killed before it was begun.
+            record.remove();
+            return Ok(None);
         };
-        let Some(file) = file else { return Ok(None) };
+        // The next line begins where the last whole one ends.
+        rustix::fs::ftruncate(&record.file, length)?;
+        record.length = length;
+        Ok(Some((record, found)))
+    }
+
+    /// Makes the record of an upload. `None`: another process writes this object, or has left a record of it.
+    pub(super) fn create(folder: &Path, identity: &str, begun: &Begun) -> io::Result<Option<Self>> {
+        let directory = Directory::open(folder)?;
+        let name = name_of(identity);
+        let Some(file) = directory.create_file(&name, b"")? else { return Ok(None) };
+        let Some((mut record, text)) = Self::lock(directory, name, file)? else { return Ok(None) };
+        if parse(&text).is_some() {
+            return Ok(None);
+        }
+        rustix::fs::ftruncate(&record.file, 0)?;
+        record.append(begun)?;
+        Ok(Some(record))
+    }
+
+    /// Locks a record, and reads it. `None`: another process has it, or has removed it.
+    fn lock(directory: Directory, name: String, file: OwnedFd) -> io::Result<Option<(Self, Vec<u8>)>> {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
@@ -75,15 +101,7 @@ impl Record {
         let mut text = vec![0; limosa_page::to_usize(RECORD_MAX)];
         let length = crate::cache::read_all(&file, &mut text, 0)?;
         text.truncate(length);
-        let record = Self { directory, name, file, length: length as u64 };
-        Ok(Some((record, parse(&text))))
-    }
-
-    /// Empties it, and writes its beginning.
-    pub(super) fn begin(&mut self, begun: &Begun) -> io::Result<()> {
-        rustix::fs::ftruncate(&self.file, 0)?;
-        self.length = 0;
-        self.append(begun)
+        Ok(Some((Self { directory, name, file, length: 0 }, text)))
     }
 
     /// Adds a part.
@@ -110,12 +128,25 @@ pub(super) fn digest(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Understands a record. Lines after one that is not whole are of no use.
-fn parse(text: &[u8]) -> Option<Resumable> {
+fn name_of(identity: &str) -> String {
+    let hash = Sha256::digest(identity);
+    hash.iter().take(20).map(|byte| format!("{byte:02x}")).chain([".upload".to_owned()]).collect()
+}
+
+/// Understands a record. Returns its contents, and the length of what is whole. Lines after one that is not whole are of
+/// no use.
+fn parse(text: &[u8]) -> Option<(Resumable, u64)> {
     let mut lines = text.split_inclusive(|byte| *byte == b'\n').map_while(|line| line.strip_suffix(b"\n"));
-    let begun: Begun = serde_json::from_slice(lines.next()?).ok()?;
-    let parts = lines.map_while(|line| serde_json::from_slice::<Part>(line).ok());
-    Some((begun, parts.map(|part| (part.index, part)).collect()))
+    let first = lines.next()?;
+    let begun: Begun = serde_json::from_slice(first).ok()?;
+    let mut length = first.len() as u64 + 1;
+    let mut parts = HashMap::new();
+    for line in lines {
+        let Ok(part) = serde_json::from_slice::<Part>(line) else { break };
+        length += line.len() as u64 + 1;
+        parts.insert(part.index, part);
+    }
+    Some(((begun, parts), length))
 }
 
 #[cfg(test)]
@@ -136,23 +167,45 @@ mod tests {
     fn a_record_is_continued_and_belongs_to_one() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("uploads");
-        let (mut record, found) = Record::open(&path, "a").unwrap().unwrap();
-        assert_eq!(found, None);
-        record.begin(&begun()).unwrap();
+        assert!(Record::find(&path, "a").unwrap().is_none() && !path.exists());
+        let mut record = Record::create(&path, "a", &begun()).unwrap().unwrap();
         record.add(&part(0)).unwrap();
         record.add(&part(2)).unwrap();
-        assert!(Record::open(&path, "a").unwrap().is_none(), "it is locked");
-        assert!(Record::open(&path, "b").unwrap().is_some());
+        assert!(Record::find(&path, "a").unwrap().is_none(), "it is locked");
+        assert!(Record::create(&path, "a", &begun()).unwrap().is_none(), "it is locked");
+        assert!(Record::create(&path, "b", &begun()).unwrap().is_some());
         drop(record);
-        let (mut record, found) = Record::open(&path, "a").unwrap().unwrap();
-        assert_eq!(found, Some((begun(), [0, 2].map(|index| (index, part(index))).into())));
-        record.begin(&begun()).unwrap();
-        drop(record);
-        let (record, found) = Record::open(&path, "a").unwrap().unwrap();
-        assert_eq!(found, Some((begun(), HashMap::new())));
+        assert!(Record::create(&path, "a", &begun()).unwrap().is_none(), "what it has would be lost");
+        let (record, found) = Record::find(&path, "a").unwrap().unwrap();
+        assert_eq!(found, (begun(), [0, 2].map(|index| (index, part(index))).into()));
         record.remove();
         drop(record);
-        assert_eq!(Record::open(&path, "a").unwrap().unwrap().1, None);
+        assert!(Record::find(&path, "a").unwrap().is_none());
+    }
+
+    #[test]
+    fn a_line_after_one_that_was_cut_is_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut record = Record::create(folder.path(), "a", &begun()).unwrap().unwrap();
+        record.add(&part(0)).unwrap();
+        record.add(&part(1)).unwrap();
+        rustix::fs::ftruncate(&record.file, record.length - 3).unwrap();
+        drop(record);
+        let (mut record, (_, parts)) = Record::find(folder.path(), "a").unwrap().unwrap();
+        assert_eq!(parts.len(), 1);
+        record.add(&part(7)).unwrap();
+        drop(record);
+        let (_, (_, parts)) = Record::find(folder.path(), "a").unwrap().unwrap();
+        assert_eq!(parts, [0, 7].map(|index| (index, part(index))).into());
+    }
+
+    #[test]
+    fn a_record_without_a_whole_beginning_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        drop(Record::create(folder.path(), "a", &begun()).unwrap().unwrap());
+        let file = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
+        std::fs::write(&file, "{").unwrap();
+        assert!(Record::find(folder.path(), "a").unwrap().is_none() && !file.exists());
     }
 
     proptest! {
@@ -162,7 +215,7 @@ mod tests {
             let text: String = [serde_json::to_string(&begun()).unwrap()].into_iter().chain(lines).map(|line| line + "\n").collect();
             let cut = cut.min(text.len());
             let whole = text[..cut].matches('\n').count();
-            let found = parse(&text.as_bytes()[..cut]).map(|(_, parts)| parts.len());
+            let found = parse(&text.as_bytes()[..cut]).map(|((_, parts), _)| parts.len());
             prop_assert_eq!(found, whole.checked_sub(1));
         }
 

@@ -1,144 +1,134 @@
 //! The steps of an upload.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::future::Future;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::{HeaderName, HeaderValue, header};
-use object_store::multipart::{MultipartStore, PartId};
-use object_store::{
-    Attribute, Attributes, GetOptions, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, UpdateVersion,
-};
-use parking_lot::{Condvar, Mutex};
-use tokio::time::{sleep, timeout};
+use object_store::multipart::PartId;
+use parking_lot::MutexGuard;
 
 use super::record::{Begun, Part, Record, digest};
+use super::requests::{Seen, Shared, State};
 use super::{Existing, UploadCounters, UploadOptions, Uploaded, plan};
-use crate::budget::Budget;
-use crate::counters::Count;
 use crate::error::RemoteError;
 use crate::runtime;
-use crate::store::{Store, StoreOptions, exchange};
+use crate::store::Store;
 
-/// The attribute that tells our object from one of the same length.
-const MARK: &str = "limosa-upload";
+/// How often an upload that waits looks if it is cancelled.
+const LOOK: Duration = Duration::from_millis(100);
 
-/// How long an abort may take.
-const ABORT: Duration = Duration::from_secs(10);
-
-/// Bytes in a second that a part is sent with at least: slower ones are sent again.
-const SLOWEST: u64 = 32 << 10;
-
-/// The object as it was when the upload began.
-#[derive(Debug, Clone)]
-struct Seen {
-    e_tag: Option<String>,
-    version: Option<String>,
-    length: u64,
-    mark: Option<String>,
-}
+/// How long parts in flight may take to end before the upload is aborted.
+const LAST_PARTS: Duration = Duration::from_secs(10);
 
 /// An upload that has not ended.
 pub(super) struct Session {
     shared: Arc<Shared>,
     options: UploadOptions,
+    /// The name of the object that no other one has.
+    identity: String,
+    /// The folder for records, if this store's uploads can be continued.
+    records: Option<PathBuf>,
     part_size: u64,
     length: u64,
     seen: Option<Seen>,
     record: Option<Record>,
     /// Parts that an earlier upload had sent.
     resumable: HashMap<usize, Part>,
-    is_resumed: bool,
-    /// The upload in parts; `None`: there is at most one part, and it is not sent yet.
-    begun: Option<Begun>,
+    progress: Progress,
     first: Option<Vec<u8>>,
     next: usize,
     sent: u64,
     resumed: u64,
 }
 
-/// The part of a session that the tasks which send parts share.
-struct Shared {
-    store: Store,
-    options: StoreOptions,
-    requests: Arc<Count>,
-    bytes: Count,
-    retries: Count,
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    in_flight: usize,
-    /// Parts that were sent and are not in the record yet: with their digests.
-    sent: Vec<Part>,
-    ids: BTreeMap<usize, String>,
-    error: Option<RemoteError>,
+/// The state of the upload in the store.
+enum Progress {
+    /// Nothing is sent yet: there is at most one part.
+    Nothing,
+    /// Parts are sent. `is_resumed`: those of an earlier upload are among them.
+    Parts { begun: Begun, is_resumed: bool },
+    /// An earlier upload has made the object, and was killed before it removed its record.
+    Completed,
 }
 
 impl Session {
-    pub(super) fn begin(
-        store: Store,
-        identity: &str,
-        length: u64,
-        options: &UploadOptions,
-    ) -> Result<Self, RemoteError> {
+    pub(super) fn begin(store: Store, length: u64, options: &UploadOptions) -> Result<Self, RemoteError> {
         let part_size = plan::part_size(length, options.part_size)?;
-        let shared = Arc::new(Shared {
-            store,
-            options: options.store.clone(),
-            requests: Arc::default(),
-            bytes: Count::default(),
-            retries: Count::default(),
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        });
+        let shared = Arc::new(Shared::new(store, options.store.clone()));
         let seen = run(&shared, |shared| async move { shared.look().await })?;
-        if seen.is_some() && options.existing == Existing::Refuse {
-            return Err(RemoteError::Exists);
-        }
+        let identity = shared.store.identity().unwrap_or_default();
+        let records = options.records.clone().filter(|_| shared.store.has_conditional_completion());
         let mut session = Self {
             shared,
             options: options.clone(),
+            identity,
+            records,
             part_size,
             length,
             seen,
             record: None,
             resumable: HashMap::new(),
-            is_resumed: false,
-            begun: None,
+            progress: Progress::Nothing,
             first: None,
             next: 0,
             sent: 0,
             resumed: 0,
         };
-        if let Some(folder) = &options.records
-            && session.shared.store.has_conditional_completion()
-        {
-            match Record::open(folder, identity) {
-                Ok(Some((record, found))) => session.take_record(record, found),
-                Ok(None) => {}
-                Err(error) => tracing::warn!(%error, "the upload cannot be continued if it is killed: no record"),
-            }
+        // Before it is refused: an upload that was killed may have left parts, or be complete.
+        session.take_record();
+        if session.is_refused() && !matches!(session.progress, Progress::Completed) {
+            return Err(RemoteError::Exists);
         }
         Ok(session)
     }
 
-    /// Continues an earlier upload if it is of such an object, or aborts it.
-    fn take_record(&mut self, record: Record, found: Option<super::record::Resumable>) {
-        self.record = Some(record);
-        let Some((begun, parts)) = found else { return };
-        if begun.length == self.length && begun.part_size == self.part_size {
-            self.begun = Some(begun);
-            self.resumable = parts;
-            self.is_resumed = true;
+    /// Fails if an upload would, because of what is there.
+    pub(super) fn check_target(store: Store, options: &UploadOptions) -> Result<(), RemoteError> {
+        let shared = Arc::new(Shared::new(store, options.store.clone()));
+        let Some(seen) = run(&shared, |shared| async move { shared.look().await })? else { return Ok(()) };
+        let identity = shared.store.identity().unwrap_or_default();
+        let record = options.records.as_ref().and_then(|folder| Record::find(folder, &identity).ok()?);
+        let may_be_ours = record.is_some_and(|(_, (begun, _))| seen.is_of(&begun.mark));
+        if options.existing == Existing::Refuse && !may_be_ours { Err(RemoteError::Exists) } else { Ok(()) }
+    }
+
+    /// Whether an object is there that must not be replaced.
+    fn is_refused(&self) -> bool {
+        self.seen.is_some() && self.options.existing == Existing::Refuse
+    }
+
+    /// Continues an earlier upload if it is of such an object, or aborts it. Its record goes when the store has no parts
+    /// of it any more.
+    fn take_record(&mut self) {
+        let Some(folder) = &self.records else { return };
+        let (record, (begun, parts)) = match Record::find(folder, &self.identity) {
+            Ok(Some(found)) => found,
+            Ok(None) => return,
+            Err(error) => {
+                tracing::warn!(%error, "{NO_RECORD}");
+                self.records = None;
+                return;
+            }
+        };
+        let is_same = begun.length == self.length && begun.part_size == self.part_size;
+        let is_completed = self.seen.as_ref().is_some_and(|seen| seen.is_of(&begun.mark));
+        if is_completed && !is_same {
+            record.remove();
+        } else if is_completed {
+            (self.record, self.resumable, self.progress) = (Some(record), parts, Progress::Completed);
+        } else if is_same && !self.is_refused() {
+            let progress = Progress::Parts { begun, is_resumed: true };
+            (self.record, self.resumable, self.progress) = (Some(record), parts, progress);
+        } else if self.abort(&begun.id) {
+            record.remove();
         } else {
-            self.abort(&begun.id);
+            // It stays, and this upload has none.
+            self.records = None;
         }
     }
 
@@ -164,20 +154,37 @@ impl Session {
         self.check()?;
         self.sent += part.len() as u64;
         self.next += 1;
-        if self.begun.is_none() && self.next == 1 && is_last {
-            self.first = Some(part);
+        match self.progress {
+            Progress::Completed => self.compare(self.next - 1, &part),
+            Progress::Nothing if self.next == 1 && is_last => {
+                self.first = Some(part);
+                Ok(())
+            }
+            _ => self.send(self.next - 1, part),
+        }
+    }
+
+    /// Compares a part with that of the object which an earlier upload has made.
+    fn compare(&mut self, index: usize, part: &[u8]) -> Result<(), RemoteError> {
+        if self.resumable.get(&index).is_some_and(|known| known.digest == digest(part)) {
+            self.resumed += 1;
             return Ok(());
         }
-        self.send(self.next - 1, part)
+        // That upload has ended, and this is another object.
+        if let Some(record) = self.record.take() {
+            record.remove();
+        }
+        Err(if self.is_refused() { RemoteError::Exists } else { RemoteError::UnknownUpload })
     }
 
     /// Fails if an earlier part has failed, or nobody wants the upload any more.
     fn check(&mut self) -> Result<(), RemoteError> {
-        if self.options.cancelled.load(Ordering::Relaxed) {
-            return Err(RemoteError::Cancelled);
-        }
+        let is_cancelled = self.is_cancelled();
         let (sent, error) = {
             let mut state = self.shared.state.lock();
+            if is_cancelled {
+                state.error.get_or_insert(RemoteError::Cancelled { is_kept: self.record.is_some() });
+            }
             (std::mem::take(&mut state.sent), state.error.clone())
         };
         self.note(&sent);
@@ -187,11 +194,25 @@ impl Session {
         }
     }
 
-    /// The error of an upload that may be continued: if the store does not know it any more it is begun again. Stores
-    /// say that with 404, and some of them with 403.
+    fn is_cancelled(&self) -> bool {
+        self.options.cancelled.load(Ordering::Relaxed)
+    }
+
+    /// Waits until it is so, or the upload has failed or is cancelled.
+    fn wait(&self, is_so: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+        let mut state = self.shared.state.lock();
+        while !is_so(&state) && state.error.is_none() && !self.is_cancelled() {
+            self.shared.changed.wait_for(&mut state, LOOK);
+        }
+        state
+    }
+
+    /// The error of an upload that may be continued: if the store does not know it any more it is begun again. No other
+    /// refusal says that: credentials may be wrong for a moment.
     fn of_resumed(&self, error: RemoteError) -> RemoteError {
+        let is_resumed = matches!(self.progress, Progress::Parts { is_resumed: true, .. });
         match error {
-            RemoteError::NotFound(_) | RemoteError::Denied { .. } if self.is_resumed => RemoteError::UnknownUpload,
+            RemoteError::NotFound(code) if is_resumed && code == "NoSuchUpload" => RemoteError::UnknownUpload,
             error => error,
         }
     }
@@ -214,13 +235,8 @@ impl Session {
             self.resumed += 1;
             return Ok(());
         }
-        {
-            let mut state = self.shared.state.lock();
-            while state.in_flight >= self.options.streams.clamp(1, 64) && state.error.is_none() {
-                self.shared.changed.wait(&mut state);
-            }
-            state.in_flight += 1;
-        }
+        let streams = self.options.streams.clamp(1, 64);
+        self.wait(|state| state.in_flight < streams).in_flight += 1;
         // After the wait: what has come meanwhile.
         let flight = Flight(Arc::clone(&self.shared));
         self.check()?;
@@ -228,7 +244,12 @@ impl Session {
         let handle = runtime::handle().map_err(|error| local(&error))?;
         handle.spawn(async move {
             let shared = &flight.0;
-            match shared.put_part(&id, index, &part).await {
+            let mut stopped = shared.is_stopped.subscribe();
+            let sent = tokio::select! {
+                sent = shared.put_part(&id, index, &part) => sent,
+                _ = stopped.wait_for(|is_stopped| *is_stopped) => Err(RemoteError::Cancelled { is_kept: false }),
+            };
+            match sent {
                 Ok(PartId { content_id: id }) => {
                     let mut state = shared.state.lock();
                     state.ids.insert(index, id.clone());
@@ -243,7 +264,7 @@ impl Session {
 
     /// The store's name of the upload in parts, which is begun if it was not.
     fn upload_id(&mut self) -> Result<String, RemoteError> {
-        if let Some(begun) = &self.begun {
+        if let Progress::Parts { begun, .. } = &self.progress {
             return Ok(begun.id.clone());
         }
         let mark = mark().map_err(|error| local(&error))?;
@@ -252,12 +273,13 @@ impl Session {
             async move { shared.create(&mark).await }
         })?;
         let begun = Begun { id: id.clone(), mark, part_size: self.part_size, length: self.length };
-        if let Some(record) = &mut self.record
-            && let Err(error) = record.begin(&begun)
-        {
-            tracing::warn!(%error, "the upload cannot be continued if it is killed: no record");
+        if let Some(folder) = &self.records {
+            match Record::create(folder, &self.identity, &begun) {
+                Ok(record) => self.record = record,
+                Err(error) => tracing::warn!(%error, "{NO_RECORD}"),
+            }
         }
-        self.begun = Some(begun);
+        self.progress = Progress::Parts { begun, is_resumed: false };
         Ok(id)
     }
 
@@ -271,82 +293,95 @@ impl Session {
     }
 
     fn complete(&mut self) -> Result<Uploaded, RemoteError> {
-        let shared = Arc::clone(&self.shared);
-        {
-            let mut state = shared.state.lock();
-            while state.in_flight > 0 {
-                shared.changed.wait(&mut state);
-            }
-        }
+        drop(self.wait(|state| state.in_flight == 0));
         self.check()?;
-        let seen = self.seen.clone();
-        let Some(begun) = self.begun.clone() else {
-            let (length, bytes) = (self.sent, Bytes::from(self.first.take().unwrap_or_default()));
-            let result = run(&shared, |shared| async move { shared.put(bytes, seen).await })?;
-            return Ok(self.uploaded(result.e_tag, length, true));
+        let (shared, seen, length) = (Arc::clone(&self.shared), self.seen.clone(), self.sent);
+        let (e_tag, is_conditional) = match &self.progress {
+            Progress::Completed if length == self.length => (seen.and_then(|seen| seen.e_tag), true),
+            Progress::Completed => return Err(RemoteError::Local("parts of the upload are missing".to_owned())),
+            Progress::Nothing => {
+                let bytes = Bytes::from(self.first.take().unwrap_or_default());
+                let mark = mark().map_err(|error| local(&error))?;
+                (run(&shared, |shared| async move { shared.put(bytes, seen, &mark).await })?, true)
+            }
+            Progress::Parts { begun, .. } => {
+                let ids = std::mem::take(&mut shared.state.lock().ids);
+                if ids.len() != self.next || ids.keys().copied().ne(0..self.next) {
+                    return Err(RemoteError::Local("parts of the upload are missing".to_owned()));
+                }
+                let parts = ids.into_values().map(|content_id| PartId { content_id }).collect();
+                let Begun { id, mark, .. } = begun.clone();
+                let completed =
+                    run(&shared, |shared| async move { shared.complete(&id, &mark, parts, seen, length).await });
+                let e_tag = completed.map_err(|error| self.of_resumed(error))?;
+                (e_tag, shared.store.has_conditional_completion())
+            }
         };
-        let ids = std::mem::take(&mut shared.state.lock().ids);
-        if ids.len() != self.next || ids.keys().copied().ne(0..self.next) {
-            return Err(RemoteError::Local("parts of the upload are missing".to_owned()));
-        }
-        let parts = ids.into_values().map(|content_id| PartId { content_id }).collect();
-        let (length, is_conditional) = (self.sent, shared.store.has_conditional_completion());
-        let completing = begun;
-        let e_tag = run(&shared, |shared| async move { shared.complete(&completing, parts, seen, length).await })
-            .map_err(|error| self.of_resumed(error))?;
-        self.begun = None;
-        if let Some(record) = &self.record {
+        self.progress = Progress::Nothing;
+        if let Some(record) = self.record.take() {
             record.remove();
         }
-        Ok(self.uploaded(e_tag, length, is_conditional))
+        Ok(Uploaded { length, e_tag, is_conditional, counters: self.counters() })
     }
 
-    fn uploaded(&self, e_tag: Option<String>, length: u64, is_conditional: bool) -> Uploaded {
-        Uploaded { length, e_tag, is_conditional, counters: self.counters() }
-    }
-
-    /// Aborts an upload in parts, if the store can be reached.
-    fn abort(&self, id: &str) {
-        let (shared, id) = (Arc::clone(&self.shared), id.to_owned());
-        let aborting = async move {
-            let Some(parts) = shared.store.parts() else { return };
-            let request = exchange(&shared.requests, None, parts.abort_multipart(&shared.store.path, &id));
-            match timeout(ABORT, request).await {
-                Ok(Ok(())) | Ok(Err(RemoteError::NotFound(_))) => {}
-                Ok(Err(error)) => tracing::warn!(%error, "the parts of an upload that has failed remain in the store"),
-                Err(_) => tracing::warn!("the parts of an upload that has failed remain in the store: it is silent"),
-            }
-        };
-        if let Err(error) = runtime::block_on(aborting) {
-            tracing::warn!(%error, "the parts of an upload that has failed remain in the store");
+    /// Aborts an upload in parts. Returns whether the store has nothing of it any more.
+    fn abort(&self, id: &str) -> bool {
+        let id = id.to_owned();
+        let outcome = run(&self.shared, |shared| async move { shared.abort(&id).await });
+        if let Err(error) = &outcome {
+            tracing::warn!(%error, "the parts of an upload that was given up remain in the store");
         }
+        outcome.is_ok()
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        let Some(begun) = self.begun.take() else { return };
+        let is_cancelled = self.is_cancelled();
+        let Progress::Parts { begun, .. } = std::mem::replace(&mut self.progress, Progress::Nothing) else { return };
         // The parts in flight end first, so that none comes after the abort.
-        let error = {
+        let (error, sent) = {
+            let until = Instant::now() + LAST_PARTS;
             let mut state = self.shared.state.lock();
-            state.error.get_or_insert(RemoteError::Cancelled);
+            state.error.get_or_insert(RemoteError::Cancelled { is_kept: false });
             while state.in_flight > 0 {
-                self.shared.changed.wait(&mut state);
+                if self.shared.changed.wait_until(&mut state, until).timed_out() {
+                    self.shared.is_stopped.send_replace(true);
+                    self.shared.changed.wait_for(&mut state, LOOK);
+                }
             }
-            state.error.clone()
+            (state.error.clone(), std::mem::take(&mut state.sent))
         };
-        // While the store cannot be reached nothing can be aborted: the next upload continues this one.
-        if self.record.is_some() && matches!(error, Some(RemoteError::Spent { .. })) {
-            let sent = std::mem::take(&mut self.shared.state.lock().sent);
-            self.note(&sent);
+        self.note(&sent);
+        if self.record.is_some() && (is_cancelled || error.as_ref().is_some_and(may_be_continued)) {
             return;
         }
-        self.abort(&begun.id);
-        if let Some(record) = &self.record {
+        // Without that its record stays: the next upload continues it, or aborts it.
+        if self.abort(&begun.id)
+            && let Some(record) = &self.record
+        {
             record.remove();
         }
     }
 }
+
+/// Whether an upload that has failed so may be continued: the store could not be reached, or gave no access. Then it
+/// cannot be aborted, either.
+fn may_be_continued(error: &RemoteError) -> bool {
+    matches!(
+        error,
+        RemoteError::Spent { .. }
+            | RemoteError::Denied { .. }
+            | RemoteError::Credentials(_)
+            | RemoteError::CredentialService(_)
+            | RemoteError::Connect { .. }
+            | RemoteError::Broken(_)
+            | RemoteError::Clock(_)
+            | RemoteError::Silent(_)
+    )
+}
+
+const NO_RECORD: &str = "the upload cannot be continued if it is killed: no record";
 
 /// A part in flight.
 struct Flight(Arc<Shared>);
@@ -355,160 +390,6 @@ impl Drop for Flight {
     fn drop(&mut self) {
         self.0.state.lock().in_flight -= 1;
         self.0.changed.notify_all();
-    }
-}
-
-impl Shared {
-    /// Whether something has failed, so that no part need be sent any more.
-    fn has_failed(&self) -> bool {
-        self.state.lock().error.is_some()
-    }
-
-    /// Makes a request until it succeeds, cannot succeed, or the budget is spent.
-    async fn persist<T, F: Future<Output = Result<T, RemoteError>>>(
-        &self,
-        attempt_within: Duration,
-        mut request: impl FnMut() -> F,
-    ) -> Result<T, RemoteError> {
-        let (mut budget, mut last) = (Budget::new(self.options.budget, self.requests.get()), None);
-        loop {
-            let within = attempt_within.min(budget.for_attempt());
-            let error = match timeout(within, request()).await {
-                Ok(Ok(done)) => return Ok(done),
-                Ok(Err(error)) => error,
-                Err(_) => last.unwrap_or(RemoteError::Silent(within)),
-            };
-            last = Some(error.clone());
-            if !error.is_transient() || self.has_failed() {
-                return Err(error);
-            }
-            let Some(pause) = budget.next_pause(error.retry_after()) else { return Err(error.after(budget.total())) };
-            tracing::debug!(?pause, %error, "an object store's request is made again");
-            self.retries.add(1);
-            sleep(pause).await;
-        }
-    }
-
-    fn parts(&self) -> Result<&dyn MultipartStore, RemoteError> {
-        self.store.parts().ok_or_else(|| RemoteError::Settings("the store takes no uploads".to_owned()))
-    }
-
-    /// Looks what is there.
-    async fn look(&self) -> Result<Option<Seen>, RemoteError> {
-        let path = &self.store.path;
-        let found = self
-            .persist(self.options.silence, || {
-                let head = GetOptions { head: true, ..GetOptions::default() };
-                exchange(&self.requests, None, self.store.objects().get_opts(path, head))
-            })
-            .await;
-        match found {
-            Ok(found) => Ok(Some(Seen {
-                e_tag: found.meta.e_tag,
-                version: found.meta.version,
-                length: found.meta.size,
-                mark: found.attributes.get(&Attribute::Metadata(MARK.into())).map(|mark| mark.to_string()),
-            })),
-            Err(RemoteError::NotFound(code)) if code != "NoSuchBucket" => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    async fn create(&self, mark: &str) -> Result<String, RemoteError> {
-        let parts = self.parts()?;
-        self.persist(self.options.silence, || {
-            let attributes = Attributes::from_iter([(Attribute::Metadata(MARK.into()), mark.to_owned())]);
-            let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
-            let create = async move {
-                match parts.create_multipart_opts(&self.store.path, options).await {
-                    // Azure's uploads have no attributes, and no beginning that could carry them.
-                    Err(object_store::Error::NotSupported { .. }) => parts.create_multipart(&self.store.path).await,
-                    created => created,
-                }
-            };
-            exchange(&self.requests, None, create)
-        })
-        .await
-    }
-
-    async fn put_part(&self, id: &String, index: usize, part: &Bytes) -> Result<PartId, RemoteError> {
-        let parts = self.parts()?;
-        self.persist(self.part_time(part), || {
-            self.bytes.add(part.len() as u64);
-            let payload = PutPayload::from(part.clone());
-            exchange(&self.requests, None, parts.put_part(&self.store.path, id, index, payload))
-        })
-        .await
-    }
-
-    /// How long one attempt to send bytes may take.
-    fn part_time(&self, bytes: &Bytes) -> Duration {
-        self.options.silence + Duration::from_secs(bytes.len() as u64 / SLOWEST)
-    }
-
-    /// Writes a short object with one request.
-    async fn put(&self, bytes: Bytes, seen: Option<Seen>) -> Result<PutResult, RemoteError> {
-        let replaced = seen.is_some();
-        let mode = match seen {
-            None => PutMode::Create,
-            Some(Seen { e_tag, version, .. }) => PutMode::Update(UpdateVersion { e_tag, version }),
-        };
-        let done = self
-            .persist(self.part_time(&bytes), || {
-                self.bytes.add(bytes.len() as u64);
-                let options = PutOptions { mode: mode.clone(), ..PutOptions::default() };
-                let payload = PutPayload::from(bytes.clone());
-                exchange(&self.requests, None, self.store.objects().put_opts(&self.store.path, payload, options))
-            })
-            .await;
-        done.map_err(|error| of_condition(error, replaced))
-    }
-
-    /// Makes the parts visible as one object. Returns its `ETag`.
-    async fn complete(
-        &self,
-        begun: &Begun,
-        ids: Vec<PartId>,
-        seen: Option<Seen>,
-        length: u64,
-    ) -> Result<Option<String>, RemoteError> {
-        let (parts, is_s3, replaced) = (self.parts()?, self.store.has_conditional_completion(), seen.is_some());
-        let condition: Option<(HeaderName, HeaderValue)> = match &seen {
-            _ if !is_s3 => None,
-            None => Some((header::IF_NONE_MATCH, HeaderValue::from_static("*"))),
-            Some(Seen { e_tag: Some(tag), .. }) => HeaderValue::from_str(tag).ok().map(|tag| (header::IF_MATCH, tag)),
-            Some(_) => None,
-        };
-        // Not every store knows conditions, and one that does not know them ignores them.
-        let now = self.look().await?;
-        let [there, expected] = [&now, &seen].map(|object| object.as_ref().map(|it| (it.e_tag.clone(), it.length)));
-        let is_ours = now.is_some_and(|now| now.mark.as_ref() == Some(&begun.mark));
-        if there != expected && !is_ours {
-            return Err(if replaced { RemoteError::Changed } else { RemoteError::Exists });
-        }
-        let done = self
-            .persist(self.options.budget, || {
-                let complete = parts.complete_multipart(&self.store.path, &begun.id, ids.clone());
-                exchange(&self.requests, condition.clone(), complete)
-            })
-            .await;
-        match done {
-            Ok(result) => Ok(result.e_tag),
-            // The answer of an earlier attempt may have been lost. Then the object is there, with our mark.
-            Err(error) => match self.look().await {
-                Ok(Some(now)) if now.length == length && now.mark.as_ref() == Some(&begun.mark) => Ok(now.e_tag),
-                _ => Err(of_condition(error, replaced)),
-            },
-        }
-    }
-}
-
-/// The error of a conditional request.
-fn of_condition(error: RemoteError, replaced: bool) -> RemoteError {
-    match error {
-        RemoteError::Replaced if replaced => RemoteError::Changed,
-        RemoteError::Replaced => RemoteError::Exists,
-        error => error,
     }
 }
 

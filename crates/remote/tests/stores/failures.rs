@@ -287,7 +287,7 @@ fn a_store_that_is_gone_is_an_error_when_the_budget_ends_and_not_before() {
     let began = Instant::now();
     let error = read(&*object, 1 << 20, 10).unwrap_err();
     let took = began.elapsed();
-    assert!(took >= Duration::from_millis(1900) && took < Duration::from_secs(10), "{took:?}");
+    assert!(took >= Duration::from_millis(1900) && took < Duration::from_secs(30), "{took:?}");
     assert!(
         said(&error).contains("the connection broke off") && said(&error).ends_with("(retried for 2s)"),
         "{}",
@@ -319,7 +319,7 @@ fn a_slow_request_is_overtaken_by_a_second_one_and_those_are_few() {
         // The first request of each read hangs; a second one for the same does not.
         if slow.swap(false, Ordering::Relaxed) {
             delayed.fetch_add(1, Ordering::Relaxed);
-            HttpFault::Delay(Duration::from_secs(5))
+            HttpFault::Delay(Duration::from_secs(12))
         } else {
             HttpFault::None
         }
@@ -340,7 +340,7 @@ fn a_slow_request_is_overtaken_by_a_second_one_and_those_are_few() {
         let began = Instant::now();
         let (from, to) = (usize::try_from(block << 18).unwrap(), usize::try_from((block << 18) + 1000).unwrap());
         assert_eq!(read(&*object, block << 18, 1000).unwrap(), bytes[from..to]);
-        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     }
     assert_eq!(count.load(Ordering::Relaxed), 2);
     let counters = counted(&object, |counters| counters.hedges_won >= 2);
@@ -356,12 +356,62 @@ fn more_bytes_than_were_asked_for_are_not_used() {
     let bed = Bed::new(ObjectServerKind::S3s);
     let bytes = pattern(14, 1 << 20);
     bed.put("k", &bytes);
-    let object = RemoteObject::open(&url("k"), &bed.options()).unwrap();
-    bed.proxy.set_faults(|_| HttpFault::Append(100));
-    // The blocks before the surplus are whole, and the store keeps breaking its own `Content-Range`.
-    match read(&*object, 1 << 19, 1 << 18) {
-        Ok(found) => assert_eq!(found, bytes[1 << 19..(1 << 19) + (1 << 18)]),
-        Err(error) => assert!(said(&error).contains("more bytes than were asked for"), "{}", said(&error)),
+    let mut options = bed.options();
+    options.block_size = 4096;
+    let object = RemoteObject::open(&url("k"), &options).unwrap();
+    let tag = object.pin().to_string().replace("ETag ", "");
+    let length = bytes.len();
+    bed.proxy.set_faults(move |_| {
+        let range = format!("Content-Range: bytes 8192-12287/{length}");
+        let head = format!("206 Partial\r\nETag: {tag}\r\nLast-Modified: Mon, 30 Nov 2026 00:00:00 GMT\r\n{range}");
+        HttpFault::Answer(head, vec![0xee; 4096 + 100])
+    });
+    let error = read(&*object, 8192, 4096).unwrap_err();
+    assert!(said(&error).contains("more bytes than were asked for"), "{}", said(&error));
+    bed.proxy.set_faults(|_| HttpFault::None);
+    assert_eq!(read(&*object, 8192, 4096).unwrap(), bytes[8192..12288]);
+}
+
+/// Answers a request for a part of an object that has versions.
+fn versioned(bytes: &[u8], request: &HttpRequest) -> HttpFault {
+    let range = request.header("range").and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
+    let (first, last) = range.unwrap();
+    let (first, last) = (first.parse::<usize>().unwrap(), last.parse::<usize>().unwrap().min(bytes.len() - 1));
+    let head = format!(
+        "206 Partial\r\nETag: \"tag\"\r\nx-amz-version-id: v1\r\nLast-Modified: Mon, 30 Nov 2026 00:00:00 \
+         GMT\r\nContent-Range: bytes {first}-{last}/{}",
+        bytes.len()
+    );
+    HttpFault::Answer(head, bytes[first..=last].to_vec())
+}
+
+#[test]
+fn versions_that_may_not_be_named_are_left_out_by_all_reads_at_once() {
+    if stores_skipped() {
+        return;
     }
-    assert_eq!(object.length().unwrap(), 1 << 20);
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let bytes = pattern(15, 8 << 20);
+    let served = bytes.clone();
+    let denied = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&denied);
+    bed.proxy.set_latency(Duration::from_millis(50));
+    bed.proxy.set_faults(move |request| {
+        if request.target.contains("versionId=") {
+            count.fetch_add(1, Ordering::Relaxed);
+            return HttpFault::Status(403, "AccessDenied");
+        }
+        versioned(&served, request)
+    });
+    let object = RemoteObject::open(&url("k"), &bed.options()).unwrap();
+    assert!(matches!(object.pin(), limosa_remote::Pin::Version(_)));
+    // Eight pieces at the same time: each names the version, because none knows yet that it must not.
+    assert!(read(&*object, 0, bytes.len()).unwrap() == bytes);
+    assert!(denied.load(Ordering::Relaxed) > 1, "the pieces did not run at once");
+    // All refused: credentials, and not the version, are the cause.
+    bed.proxy.set_faults(|_| HttpFault::Status(403, "AccessDenied"));
+    let mut options = bed.options();
+    options.memory = 0;
+    let error = RemoteObject::open(&url("k"), &options).unwrap_err();
+    assert!(said(&error).contains("refuses access (403 AccessDenied)"), "{}", said(&error));
 }

@@ -1,6 +1,7 @@
 //! Objects of real servers, through a proxy that makes trouble.
 
 mod caching;
+mod credentials;
 mod failures;
 mod reading;
 mod uploads;

@@ -1,6 +1,6 @@
 use limosa_remote::{Pin, RemoteObject};
 use limosa_storage::{Buffer, Storage as _, block_on};
-use limosa_testkit::{ObjectServerKind, stores_skipped};
+use limosa_testkit::{HttpFault, ObjectServerKind, stores_skipped};
 
 use crate::{Bed, counted, pattern, read, said, url};
 
@@ -111,7 +111,39 @@ fn files_of_a_web_server_are_read_without_credentials() {
     let name = format!("http://{}/bucket/x/file.img", bed.proxy.address());
     let object = RemoteObject::open(&name.parse().unwrap(), &bed.options()).unwrap();
     assert_eq!(read(&*object, 0, bytes.len()).unwrap(), bytes);
+    let requests = bed.proxy.take_requests();
+    assert!(!requests.is_empty() && requests.iter().all(|request| request.header("authorization").is_none()));
     let missing = format!("http://{}/bucket/none", bed.proxy.address());
     let error = RemoteObject::open(&missing.parse().unwrap(), &bed.options()).unwrap_err();
     assert!(said(&error).ends_with("there is no such object (NoSuchKey)"), "{}", said(&error));
+}
+
+#[test]
+fn a_weak_tag_of_a_web_server_is_no_strong_pin_and_a_change_is_noticed_all_the_same() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::Open);
+    // Of nginx: the time of change, which is not over yet, and the length.
+    let of_time = r#""7ddcb400-80000""#;
+    for (tag, is_compared_by_the_server) in [(of_time, true), (r#"W/"a""#, false)] {
+        let served = std::sync::Arc::new(std::sync::Mutex::new(tag.to_owned()));
+        let serving = std::sync::Arc::clone(&served);
+        bed.proxy.set_faults(move |request| {
+            let range = request.header("range").and_then(|range| range.strip_prefix("bytes=")).unwrap_or_default();
+            let head = "206 Partial\r\nLast-Modified: Sun, 30 Nov 2036 00:00:00 GMT";
+            let tag = serving.lock().unwrap();
+            HttpFault::Answer(format!("{head}\r\nETag: {tag}\r\nContent-Range: bytes {range}/524288"), vec![7; 1 << 18])
+        });
+        let name = format!("http://{}/bucket/k", bed.proxy.address());
+        let object = RemoteObject::open(&name.parse().unwrap(), &bed.options()).unwrap();
+        assert!(!object.pin().is_strong(), "{tag}");
+        bed.proxy.take_requests();
+        *served.lock().unwrap() = r#"W/"b""#.to_owned();
+        let error = read(&*object, 1 << 18, 10).unwrap_err();
+        assert!(said(&error).contains("was replaced"), "{}", said(&error));
+        let requests = bed.proxy.take_requests();
+        let condition = requests.first().unwrap().header("if-match");
+        assert_eq!(condition, is_compared_by_the_server.then_some(tag));
+    }
 }

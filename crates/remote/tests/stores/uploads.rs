@@ -145,6 +145,7 @@ fn an_upload_that_is_dropped_or_cancelled_leaves_nothing() {
     let mut dropped = Upload::begin(&url("k"), 30 << 20, &bed.uploading()).unwrap();
     dropped.put(part()).unwrap();
     dropped.put(part()).unwrap();
+    limosa_testkit::wait_for("parts", || (!leftovers(&bed.server.folder()).is_empty()).then_some(()));
     drop(dropped);
     let options = bed.uploading();
     let mut cancelled = Upload::begin(&url("k"), 30 << 20, &options).unwrap();
@@ -190,13 +191,6 @@ fn an_upload_that_is_killed_leaves_the_old_object_and_is_continued() {
     }
     let trials = std::env::var("LIMOSA_CHAOS_TRIALS").ok().and_then(|trials| trials.parse().ok()).unwrap_or(5);
     let bed = Bed::new(ObjectServerKind::S3s);
-    let requests = Arc::new(AtomicU64::new(0));
-    let counted = Arc::clone(&requests);
-    bed.proxy.set_faults(move |_| {
-        counted.fetch_add(1, Ordering::Relaxed);
-        // Slow enough that it is killed before it ends.
-        HttpFault::Delay(Duration::from_millis(30))
-    });
     let (old, new) = (pattern(38, 3 * MIB), pattern(39, 26 * MIB));
     let mut resumed = 0;
     for trial in 0..trials {
@@ -205,13 +199,23 @@ fn an_upload_that_is_killed_leaves_the_old_object_and_is_continued() {
         let mut command = own_test!(uploads_a_file_until_it_is_killed);
         command.env("LIMOSA_TEST_STORE", bed.proxy.address().to_string()).env("LIMOSA_TEST_RECORDS", records.path());
         command.stdout(Stdio::null()).stderr(Stdio::null());
-        requests.store(0, Ordering::Relaxed);
+        // It looks, begins, sends six parts, looks, completes. It is killed in one of these requests, which the store
+        // sees or does not.
+        let (moment, is_seen) = (trial * 9 / (trials - 1).max(1), trial % 2 == 0);
+        let requests = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&requests);
+        bed.proxy.set_faults(move |_| match counted.fetch_add(1, Ordering::Relaxed) {
+            before if before < moment => HttpFault::None,
+            now if now == moment && is_seen => HttpFault::LoseAnswer,
+            _ => HttpFault::Drop,
+        });
         let child = limosa_testkit::Process::spawn("an upload", command).unwrap();
-        // It looks, begins, sends six parts, looks, completes.
-        let moment = 1 + trial * 10 / trials;
-        limosa_testkit::wait_for("requests", || (requests.load(Ordering::Relaxed) >= moment).then_some(()));
-        std::thread::sleep(Duration::from_millis(trial * 7 % 20));
+        limosa_testkit::wait_for("requests", || (requests.load(Ordering::Relaxed) > moment).then_some(()));
+        if moment == 9 && is_seen {
+            limosa_testkit::wait_for("the object", || (contents(&bed, "k").unwrap() == new).then_some(()));
+        }
         child.kill();
+        bed.proxy.set_faults(|_| HttpFault::None);
         let found = contents(&bed, "k").unwrap();
         assert!(found == old || found == new, "half an object is visible");
         // The next one continues it.
@@ -237,7 +241,8 @@ fn parts_of_another_content_are_not_used() {
     let mixed = [&first[..5 * MIB], &second[5 * MIB..]].concat();
     // The store goes away: what was sent stays.
     let mut cut = options();
-    cut.store.budget = Duration::from_millis(500);
+    // One after the other: so the first is among them.
+    (cut.streams, cut.store.budget) = (1, Duration::from_secs(3));
     let mut sent = 0;
     bed.proxy.set_faults(move |request| {
         sent += u64::from(request.method == "PUT");
@@ -246,8 +251,170 @@ fn parts_of_another_content_are_not_used() {
     upload(&memory(&first), &url("k"), &cut).unwrap_err();
     bed.proxy.set_faults(|_| HttpFault::None);
     let done = upload(&memory(&mixed), &url("k"), &options()).unwrap();
-    assert!(done.counters.resumed <= 1, "{:?}", done.counters);
+    assert_eq!((done.counters.resumed, done.counters.parts), (1, 4));
     assert!(contents(&bed, "k").unwrap() == mixed);
+}
+
+/// The records of uploads in a folder.
+fn records_in(folder: &tempfile::TempDir) -> usize {
+    std::fs::read_dir(folder.path().join("uploads")).map_or(0, Iterator::count)
+}
+
+/// Uploads an object whose completion the store sees, and after which it is gone: the upload does not know that it is
+/// complete.
+fn complete_unseen(bed: &Bed, bytes: &[u8], options: &UploadOptions) {
+    let mut options = options.clone();
+    options.store.budget = Duration::from_secs(2);
+    let mut is_gone = false;
+    bed.proxy.set_faults(move |request| {
+        if is_gone {
+            return HttpFault::Drop;
+        }
+        is_gone = request.method == "POST" && request.target.contains("uploadId=");
+        if is_gone { HttpFault::LoseAnswer } else { HttpFault::None }
+    });
+    upload(&memory(bytes), &url("k"), &options).unwrap_err();
+    limosa_testkit::wait_for("the object", || contents(bed, "k"));
+    bed.proxy.set_faults(|_| HttpFault::None);
+    bed.proxy.take_requests();
+}
+
+#[test]
+fn an_upload_that_was_killed_when_it_was_complete_has_succeeded() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        let records = tempfile::tempdir().unwrap();
+        let options = bed.uploading().records_in(records.path());
+        let bytes = pattern(50, 11 * MIB);
+        complete_unseen(&bed, &bytes, &options);
+        assert_eq!(records_in(&records), 1);
+        limosa_remote::check_target(&url("k"), &options).unwrap();
+        let done = upload(&memory(&bytes), &url("k"), &options).unwrap();
+        assert_eq!((done.counters.resumed, done.counters.parts, done.counters.bytes), (3, 3, 0));
+        assert_eq!(records_in(&records), 0);
+        assert!(limosa_remote::check_target(&url("k"), &options).is_err(), "it is anybody's object now");
+    }
+}
+
+#[test]
+fn an_object_of_other_bytes_than_the_killed_uploads_exists_already() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let records = tempfile::tempdir().unwrap();
+    let options = bed.uploading().records_in(records.path());
+    let (first, second) = (pattern(51, 11 * MIB), pattern(52, 11 * MIB));
+    complete_unseen(&bed, &first, &options);
+    let error = upload(&memory(&second), &url("k"), &options).unwrap_err();
+    assert!(said(&error).ends_with("the object exists already"), "{}", said(&error));
+    assert!(contents(&bed, "k").unwrap() == first && records_in(&records) == 0);
+}
+
+#[test]
+fn parts_are_removed_when_somebody_else_has_written_the_object() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let records = tempfile::tempdir().unwrap();
+    let options = bed.uploading().records_in(records.path());
+    let mine = pattern(53, 11 * MIB);
+    let mut left = options.clone();
+    left.store.budget = Duration::from_secs(2);
+    let mut sent = 0;
+    bed.proxy.set_faults(move |request| {
+        sent += u64::from(request.method == "PUT");
+        if sent > 1 { HttpFault::Drop } else { HttpFault::None }
+    });
+    upload(&memory(&mine), &url("k"), &left).unwrap_err();
+    assert_eq!(records_in(&records), 1);
+    bed.proxy.set_faults(|_| HttpFault::None);
+    bed.put("k", b"somebody else's");
+    let error = upload(&memory(&mine), &url("k"), &options).unwrap_err();
+    assert!(said(&error).ends_with("the object exists already"), "{}", said(&error));
+    assert_eq!((records_in(&records), leftovers(&bed.server.folder())), (0, Vec::new()));
+}
+
+#[test]
+fn a_short_object_whose_answer_is_lost_is_recognized() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        let records = tempfile::tempdir().unwrap();
+        let bytes = pattern(54, 1000);
+        let mut is_lost = false;
+        bed.proxy.set_faults(move |request| {
+            if request.method == "PUT" && !std::mem::replace(&mut is_lost, true) {
+                HttpFault::LoseAnswer
+            } else {
+                HttpFault::None
+            }
+        });
+        let done = upload(&memory(&bytes), &url("k"), &bed.uploading().records_in(records.path())).unwrap();
+        assert!(done.counters.retries > 0 && done.e_tag.is_some(), "{kind:?} {:?}", done.counters);
+        assert_eq!((contents(&bed, "k").unwrap(), records_in(&records)), (bytes, 0));
+    }
+}
+
+#[test]
+fn an_upload_whose_credentials_expire_is_continued_with_new_ones() {
+    if stores_skipped() {
+        return;
+    }
+    for (status, code) in [(400, "ExpiredToken"), (403, "AccessDenied"), (403, "RequestTimeTooSkewed")] {
+        let bed = Bed::new(ObjectServerKind::S3s);
+        let records = tempfile::tempdir().unwrap();
+        let mut options = bed.uploading().records_in(records.path());
+        options.streams = 1;
+        let bytes = pattern(55, 16 * MIB);
+        let mut sent = 0;
+        bed.proxy.set_faults(move |request| {
+            sent += u64::from(request.method == "PUT");
+            if sent > 2 { HttpFault::Status(status, code) } else { HttpFault::None }
+        });
+        upload(&memory(&bytes), &url("k"), &options).unwrap_err();
+        assert_eq!(records_in(&records), 1, "{code}");
+        // Also a look at the old upload that is refused leaves it.
+        bed.proxy.set_faults(move |request| match request.method.as_str() {
+            "GET" => HttpFault::None,
+            _ => HttpFault::Status(status, code),
+        });
+        upload(&memory(&bytes), &url("k"), &options).unwrap_err();
+        upload(&memory(&bytes[..12 * MIB]), &url("k"), &options).unwrap_err();
+        assert_eq!(records_in(&records), 1, "{code}");
+        bed.proxy.set_faults(|_| HttpFault::None);
+        let done = upload(&memory(&bytes), &url("k"), &options).unwrap();
+        assert_eq!((done.counters.resumed, done.counters.parts), (2, 4), "{code}");
+        assert!(contents(&bed, "k").unwrap() == bytes && records_in(&records) == 0);
+    }
+}
+
+#[test]
+fn a_cancelled_upload_with_a_record_is_continued() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let records = tempfile::tempdir().unwrap();
+    let mut options = bed.uploading().records_in(records.path());
+    options.streams = 1;
+    let bytes = pattern(56, 11 * MIB);
+    let mut cancelled = Upload::begin(&url("k"), bytes.len() as u64, &options).unwrap();
+    cancelled.put(bytes[..5 * MIB].to_vec()).unwrap();
+    cancelled.put(bytes[5 * MIB..10 * MIB].to_vec()).unwrap();
+    options.cancelled.store(true, Ordering::Relaxed);
+    let error = cancelled.put(bytes[10 * MIB..].to_vec()).unwrap_err();
+    assert!(said(&error).ends_with("the upload was cancelled; the same one continues it"), "{}", said(&error));
+    drop(cancelled);
+    options.cancelled.store(false, Ordering::Relaxed);
+    let done = upload(&memory(&bytes), &url("k"), &options).unwrap();
+    assert_eq!((done.counters.resumed, records_in(&records)), (2, 0));
 }
 
 #[test]
