@@ -5,9 +5,9 @@
 use serde_json::Value;
 
 #[cfg(feature = "remote")]
-pub(crate) use with_client::{Staging, cost, is_in_use, stay_out, stores, target};
+pub(crate) use with_client::{Staging, check, content, cost, expect, is_in_use, stay_out, stores, target};
 #[cfg(not(feature = "remote"))]
-pub(crate) use without_client::{Staging, cost, is_in_use, stay_out, stores, target};
+pub(crate) use without_client::{Staging, check, content, cost, expect, is_in_use, stay_out, stores, target};
 
 /// Adds what objects have cost to an object for programs.
 pub(crate) fn add_cost(object: &mut Value) {
@@ -18,23 +18,26 @@ pub(crate) fn add_cost(object: &mut Value) {
 
 #[cfg(feature = "remote")]
 mod with_client {
+    use std::collections::BTreeMap;
     use std::ffi::OsStr;
     use std::io;
     use std::os::fd::{AsRawFd as _, OwnedFd};
     use std::path::PathBuf;
     use std::sync::atomic::{AtomicBool, Ordering};
-    use std::sync::{Arc, OnceLock};
+    use std::sync::{Arc, OnceLock, Weak};
 
     use anyhow::Context as _;
     use limosa_console::{parse, quantity, say};
     use limosa_image::reference::{ObjectStores, OpenObject};
     use limosa_remote::{
-        BlockCache, CacheOptions, ObjectUrl, RemoteCounters, RemoteObject, RemoteOptions, UploadCounters,
-        UploadOptions, upload,
+        BlockCache, CacheOptions, ObjectUrl, RemoteCounters, RemoteError, RemoteFigures, RemoteObject, RemoteOptions,
+        UploadCounters, UploadOptions, check_target, upload,
     };
     use limosa_storage::{FileOptions, FileStorage, Operation, Storage, StorageError};
     use parking_lot::Mutex;
     use serde_json::{Value, json};
+
+    use crate::img::interrupt;
 
     /// The folder of the cache; empty: no cache.
     const CACHE_DIRECTORY: &str = "LIMOSA_CACHE_DIR";
@@ -42,12 +45,52 @@ mod with_client {
     /// The most bytes of the cache.
     const CACHE_SIZE: &str = "LIMOSA_CACHE_SIZE";
 
-    /// Objects that were opened, and what was written.
-    static OPENED: Mutex<Vec<Arc<RemoteObject>>> = Mutex::new(Vec::new());
+    /// Objects that are open, and the figures of all.
+    static OPENED: Mutex<Opened> = Mutex::new(Opened { objects: Vec::new(), closed: None });
+
+    /// What objects must have, by their URLs.
+    static EXPECTED: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
+
+    /// What was written.
     static UPLOADED: Mutex<Option<UploadCounters>> = Mutex::new(None);
 
     /// Whether no object may be opened any more: connections would fail, after all attempts.
     static STAYS_OUT: AtomicBool = AtomicBool::new(false);
+
+    /// Objects that were opened. A server opens and closes them as long as it runs: of those that are closed only the
+    /// sum of their figures stays.
+    struct Opened {
+        objects: Vec<OpenedObject>,
+        closed: Option<RemoteCounters>,
+    }
+
+    struct OpenedObject {
+        url: String,
+        content: String,
+        object: Weak<RemoteObject>,
+        figures: RemoteFigures,
+    }
+
+    impl Opened {
+        fn add(&mut self, url: &str, object: &Arc<RemoteObject>) {
+            let closed = self.closed.get_or_insert_default();
+            self.objects.retain(|opened| {
+                let stays = opened.object.strong_count() > 0;
+                if !stays {
+                    *closed += opened.figures.counters();
+                }
+                stays
+            });
+            let (content, figures) = (object.content(), object.figures());
+            self.objects.push(OpenedObject { url: url.to_owned(), content, object: Arc::downgrade(object), figures });
+        }
+
+        fn sum(&self) -> Option<RemoteCounters> {
+            let mut sum = self.closed?;
+            self.objects.iter().for_each(|opened| sum += opened.figures.counters());
+            Some(sum)
+        }
+    }
 
     #[derive(Debug)]
     struct Client;
@@ -63,10 +106,14 @@ mod with_client {
             let parsed: ObjectUrl =
                 url.parse().map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidInput, error)))?;
             let object = RemoteObject::open(&parsed, &RemoteOptions::default().cache(cache()))?;
+            if EXPECTED.lock().get(url).is_some_and(|expected| *expected != object.content()) {
+                let why = format!("the object was replaced since the overlay was made: it is {}", object.content());
+                return Err(failed(io::Error::new(io::ErrorKind::InvalidData, why)));
+            }
             if !object.pin().is_strong() {
                 say!("limosa: {url}: pinned by its {} only: not every replacement can be noticed", object.pin());
             }
-            OPENED.lock().push(Arc::clone(&object));
+            OPENED.lock().add(url, &object);
             Ok(object)
         }
     }
@@ -103,9 +150,20 @@ mod with_client {
         ObjectStores::new(Arc::new(Client))
     }
 
-    /// Whether an object is open: its client has a thread, and connections.
+    /// Whether an object was opened: its client has a thread, and connections.
     pub(crate) fn is_in_use() -> bool {
-        !OPENED.lock().is_empty()
+        OPENED.lock().closed.is_some()
+    }
+
+    /// Returns a line about the contents of the object that was opened last by this URL. `None`: none was.
+    pub(crate) fn content(url: &str) -> Option<String> {
+        let opened = OPENED.lock();
+        opened.objects.iter().rev().find(|opened| opened.url == url).map(|opened| opened.content.clone())
+    }
+
+    /// Lets an object be opened only if it has such contents.
+    pub(crate) fn expect(url: &str, content: &str) {
+        EXPECTED.lock().insert(url.to_owned(), content.to_owned());
     }
 
     /// Lets no further object be opened.
@@ -115,24 +173,22 @@ mod with_client {
 
     /// Returns what objects have cost until now; `None`: there was none.
     pub(crate) fn cost() -> Option<Value> {
-        let opened: Vec<RemoteCounters> = OPENED.lock().iter().map(|object| object.counters()).collect();
-        let uploaded = *UPLOADED.lock();
-        if opened.is_empty() && uploaded.is_none() {
+        let (read, sent) = (OPENED.lock().sum(), *UPLOADED.lock());
+        if read.is_none() && sent.is_none() {
             return None;
         }
-        let sum = |of: fn(&RemoteCounters) -> u64| opened.iter().map(of).sum::<u64>();
-        let sent = uploaded.unwrap_or_default();
+        let (read, sent) = (read.unwrap_or_default(), sent.unwrap_or_default());
         Some(json!({
-            "requests": sum(|it| it.requests) + sent.requests,
-            "bytes-received": sum(|it| it.bytes),
+            "requests": read.requests + sent.requests,
+            "bytes-received": read.bytes,
             "bytes-sent": sent.bytes,
-            "retries": sum(|it| it.retries) + sent.retries,
-            "hedges": sum(|it| it.hedges),
-            "hedges-won": sum(|it| it.hedges_won),
-            "blocks-in-memory": sum(|it| it.memory_hits),
-            "blocks-in-cache": sum(|it| it.cache_hits),
-            "blocks-demanded": sum(|it| it.demanded),
-            "blocks-prefetched": sum(|it| it.prefetched),
+            "retries": read.retries + sent.retries,
+            "hedges": read.hedges,
+            "hedges-won": read.hedges_won,
+            "blocks-in-memory": read.memory_hits,
+            "blocks-in-cache": read.cache_hits,
+            "blocks-demanded": read.demanded,
+            "blocks-prefetched": read.prefetched,
             "parts": sent.parts,
             "parts-resumed": sent.resumed,
         }))
@@ -145,6 +201,22 @@ mod with_client {
     pub(crate) fn target(name: &OsStr) -> anyhow::Result<Option<ObjectUrl>> {
         let Some(text) = name.to_str().filter(|text| ObjectUrl::is_one(text)) else { return Ok(None) };
         Ok(Some(text.parse().with_context(|| text.to_owned())?))
+    }
+
+    /// Fails if there is an object already that an upload would not replace.
+    ///
+    /// # Errors
+    /// There is; the store's.
+    pub(crate) fn check(url: &ObjectUrl) -> anyhow::Result<()> {
+        Ok(check_target(url, &upload_options())?)
+    }
+
+    fn upload_options() -> UploadOptions {
+        let options = UploadOptions::default();
+        match cache_directory() {
+            Some(directory) => options.records_in(directory),
+            None => options,
+        }
     }
 
     /// A file without a name, in which an image is made that becomes an object: its tables are written last and
@@ -171,17 +243,24 @@ mod with_client {
             format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
         }
 
-        /// Writes its contents to an object that must not exist.
+        /// Writes its contents to an object that must not exist. If a signal ends the command meanwhile, so does this.
         ///
         /// # Errors
         /// The store's; it exists already.
         pub(crate) fn upload(self, url: &ObjectUrl, quiet: bool) -> anyhow::Result<()> {
             let file: Arc<dyn Storage> = FileStorage::from_fd(self.0, &url.to_string(), &FileOptions::default())?;
-            let mut options = UploadOptions::default();
-            if let Some(directory) = cache_directory() {
-                options = options.records_in(directory);
-            }
-            let done = upload(&file, url, &options)?;
+            let mut options = upload_options();
+            options.cancelled = interrupt::stop();
+            let done = match upload(&file, url, &options) {
+                Err(error) => match error.source.get_ref().and_then(|cause| cause.downcast_ref()) {
+                    Some(RemoteError::Cancelled { is_kept }) => {
+                        let remedy = if *is_kept { "; run the same command to continue the upload" } else { "" };
+                        interrupt::stopped(format!("{url}: interrupted{remedy}"))
+                    }
+                    _ => return Err(error.into()),
+                },
+                Ok(done) => done,
+            };
             *UPLOADED.lock() = Some(done.counters);
             if !quiet {
                 let (length, requests) = (quantity::bytes(done.length), quantity::count(done.counters.requests));
@@ -210,6 +289,16 @@ mod without_client {
     }
 
     pub(crate) fn stay_out() {}
+
+    pub(crate) fn content(_: &str) -> Option<String> {
+        None
+    }
+
+    pub(crate) fn expect(_: &str, _: &str) {}
+
+    pub(crate) fn check(_: &Infallible) -> anyhow::Result<()> {
+        Ok(())
+    }
 
     pub(crate) fn cost() -> Option<Value> {
         None

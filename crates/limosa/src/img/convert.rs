@@ -23,7 +23,7 @@ use super::options::{ConvertOptions, Name, Source};
 use super::pipe::{self, Output};
 use crate::program::say_named;
 use crate::remote::{self, Staging};
-use limosa_console::{check_stdout, print_out, say};
+use limosa_console::{anyhow_error_line, check_stdout, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
 const SPARSE_MOST: u64 = 16 << 20;
@@ -45,14 +45,39 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     if let Some((_, option)) = refused.into_iter().find(|(given, _)| *given) {
         anyhow::bail!("{option}: {url} is an object, which is written as a whole and must not exist");
     }
+    let format = FormatOptions::parse(&options.target.format, &options.target.options)?;
+    if format.path("data_file").is_some() {
+        anyhow::bail!("-o data_file: {url} is an object, which has all of its contents");
+    }
+    let backing = options.backing.as_deref().or_else(|| format.path("backing_file"));
+    if let Some(backing) = backing.filter(|backing| is_relative(backing)) {
+        let backing = Path::new(backing).display();
+        anyhow::bail!(
+            "-B {backing}: {url} is an object, in no folder; give the backing file by an absolute path or a URL"
+        );
+    }
+    // Not only after hours of work.
+    remote::check(&url)?;
     let staging = Staging::new()?;
     let staged = ConvertOptions { name: Name(staging.path().into()), ..options.clone() };
-    let (counters, length, _) = convert(&staged)?;
-    interrupt::keep(format!("{url}: interrupted; run the same command to continue the upload"));
+    let named = |error| named_as(error, &staging.path(), &url);
+    let (counters, length, _) = convert(&staged).map_err(named)?;
     staging.upload(&url, options.quiet)?;
     report(&counters, length, options.json, false);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether the name of a backing file depends on the folder of the image that has it.
+fn is_relative(name: &OsStr) -> bool {
+    let has_scheme = name.to_str().is_some_and(|name| name.contains(':'));
+    !has_scheme && Path::new(name).is_relative()
+}
+
+/// An error about the file in which an object is made, as one about the object: nobody else knows that file's name.
+fn named_as(error: anyhow::Error, path: &Path, url: &impl std::fmt::Display) -> anyhow::Error {
+    let (line, path) = (anyhow_error_line(&error), path.display().to_string());
+    if line.contains(&path) { anyhow::anyhow!(line.replace(&path, &url.to_string())) } else { error }
 }
 
 /// Converts into a file or a pipe. Returns counters, the length if it is known, and whether the image is on stdout.

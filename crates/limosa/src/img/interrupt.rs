@@ -6,12 +6,14 @@
 use std::fs;
 use std::io;
 use std::process;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use limosa_image::UnfinishedFiles;
+use parking_lot::{Condvar, Mutex};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
@@ -20,13 +22,37 @@ use super::meter;
 use crate::program::say_named;
 
 /// The number that a shell adds to the signal's for the exit status.
-const ENDED_BY: i32 = 128;
+pub(crate) const ENDED_BY: i32 = 128;
 
 /// Files of images that are not complete yet.
 pub(crate) static UNFINISHED: UnfinishedFiles = UnfinishedFiles::new();
 
 /// A line that is printed if a signal ends the command, which leaves something to continue with.
 static KEPT: OnceLock<String> = OnceLock::new();
+
+/// A request that runs when a signal comes: it is asked to stop, and has time to leave nothing behind.
+static STOP: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+
+/// The last line of a request that has stopped.
+static STOPPED: Mutex<Option<String>> = Mutex::new(None);
+static HAS_STOPPED: Condvar = Condvar::new();
+
+/// How long a request may take to stop: the limits of an upload's parts in flight and of its abort, and some more.
+const STOP_WITHIN: Duration = Duration::from_secs(25);
+
+/// Returns the flag of a request that a signal has to stop: it ends with [`stopped`].
+pub(crate) fn stop() -> Arc<AtomicBool> {
+    Arc::clone(STOP.get_or_init(Arc::default))
+}
+
+/// Ends a command whose request has stopped because of a signal, with this line.
+pub(crate) fn stopped(line: String) -> ! {
+    *STOPPED.lock() = Some(line);
+    HAS_STOPPED.notify_all();
+    loop {
+        thread::park();
+    }
+}
 
 /// Has this line said if a signal ends the command.
 pub(crate) fn keep(line: String) {
@@ -51,7 +77,14 @@ pub(crate) fn listen() -> anyhow::Result<()> {
             // Held to the end: no file is created any more.
             let done = UNFINISHED.remove_all();
             meter::end_line();
-            if let Some(line) = KEPT.get() {
+            if let Some(stop) = STOP.get() {
+                stop.store(true, Ordering::Relaxed);
+                let mut line = STOPPED.lock();
+                HAS_STOPPED.wait_while_for(&mut line, |line| line.is_none(), STOP_WITHIN);
+                if let Some(line) = &*line {
+                    say_named!("{line}");
+                }
+            } else if let Some(line) = KEPT.get() {
                 say_named!("{line}");
             } else if !done.removed().is_empty() {
                 let names: Vec<_> = done.removed().iter().map(|path| path.display().to_string()).collect();

@@ -22,10 +22,11 @@ mod servers;
 mod steering;
 mod wanted;
 
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, Scope, ScopedJoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use limosa_channel::{Listener, Uri};
@@ -48,6 +49,9 @@ use images::Images;
 use sandbox::Needs;
 use servers::Servers;
 use steering::Steering;
+
+/// How long after a signal the images may still be opened.
+const OPENED_WITHIN: Duration = Duration::from_secs(3);
 
 /// The least memory for requests of all connections.
 const MEMORY_MIN: u64 = 128 << 20;
@@ -174,8 +178,26 @@ fn needs(args: &ServeArgs, addresses: &[Uri], images: &Images) -> anyhow::Result
 
 /// Opens the images on a thread of its own: a thread that has used a ring keeps it, with threads of the kernel that
 /// would not be confined.
+///
+/// A store that does not answer takes minutes, in which a signal ends the program: images that are open by then are left
+/// as after a kill, which their journals are for. If they are all open in time, the servers get the signal as well.
 fn open_images(args: &ServeArgs, journals: Option<JournalFolder>, exports: &Exports) -> anyhow::Result<Images> {
+    let mut signals = Signals::new(interrupt::signals()).context("cannot handle signals")?;
+    let handle = signals.handle();
+    let (end, ended) = mpsc::channel::<()>();
+    let listening = thread::Builder::new().name("signals".into()).spawn(move || {
+        let Some(signal) = signals.forever().next() else { return };
+        if ended.recv_timeout(OPENED_WITHIN) == Err(RecvTimeoutError::Timeout) {
+            say!("limosa: interrupted; the images were not all open yet");
+            process::exit(interrupt::ENDED_BY + signal);
+        }
+    });
+    let listening = listening.context("cannot start a thread for signals")?;
     let opened = thread::scope(|scope| scope.spawn(|| images::open(args, journals, exports)).join());
+    drop(end);
+    handle.close();
+    // Before the sandbox, which this thread would be outside of.
+    let _ = listening.join();
     opened.map_err(|_| anyhow::anyhow!("images cannot be opened; this is a bug in limosa"))?
 }
 

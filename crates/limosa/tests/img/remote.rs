@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 
-use limosa_testkit::{BUCKET, ObjectServer, ObjectServerKind, Program, stores_skipped, wait_for};
+use limosa_testkit::{BUCKET, HttpFault, HttpProxy, ObjectServer, ObjectServerKind, Program, stores_skipped, wait_for};
 use rustix::process::Signal;
 
 use crate::bed::{Answer, Bed, assert_one_line};
@@ -107,6 +107,15 @@ fn what_cannot_be_is_said_in_one_line() {
     };
     refused(&["convert", "-O", "raw", "disk", &object], "the object exists already");
     refused(&["convert", "-n", "-O", "raw", "disk", &object], "must not exist");
+    let new = format!("s3://{BUCKET}/new.qcow2");
+    refused(
+        &["convert", "-O", "qcow2", "-o", "data_file=x", "disk", &new],
+        "is an object, which has all of its contents",
+    );
+    refused(
+        &["convert", "-O", "qcow2", "-B", "disk", "-F", "qcow2", "disk", &new],
+        "give the backing file by an absolute path or a URL",
+    );
     refused(&["info", &format!("s3://{BUCKET}/none")], "there is no such object (NoSuchKey)");
     refused(&["info", "s3://none-such/k"], "there is no such object (NoSuchBucket)");
     refused(&["info", &format!("s3://{BUCKET}/")], "the key must have 1 to 1024 bytes");
@@ -118,6 +127,22 @@ fn what_cannot_be_is_said_in_one_line() {
     let answer = Answer::from(crate::stage::start_command(wrong).wait());
     assert_one_line(&answer, &[], "the store refuses access (403 SignatureDoesNotMatch)");
     assert!(!format!("{answer:?}").contains("another-secret"));
+}
+
+#[test]
+fn an_object_that_exists_is_noticed_before_the_work() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new();
+    let server = ObjectServer::start(ObjectServerKind::S3s).unwrap();
+    uploaded(&bed, &server);
+    let object = format!("s3://{BUCKET}/disk.qcow2");
+    // The source does not even exist.
+    let words = ["img", "convert", "-O", "raw", "none", &object];
+    let answer = run(&bed, &server, &words);
+    assert_one_line(&answer, &words, &format!("{object}: the object exists already"));
 }
 
 /// `limosa serve WORDS` until clients can connect.
@@ -170,6 +195,93 @@ fn an_object_is_served_and_written_on_top_of() {
     let words = ["serve", "--overlay", "top.qcow2", "disk", "--nbd", "unix:never"];
     let answer = run(&bed, &server, &words);
     assert_one_line(&answer, &words, &format!("top.qcow2: is on top of {object}, not of "));
+}
+
+#[test]
+fn an_overlay_of_an_object_that_was_replaced_is_refused() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new();
+    let server = ObjectServer::start(ObjectServerKind::S3s).unwrap();
+    uploaded(&bed, &server);
+    let object = format!("s3://{BUCKET}/disk.qcow2");
+    let overlay = ["--overlay", "top.qcow2", &object];
+    assert!(end(serve(&bed, &server, &overlay)).status.success());
+    assert!(end(serve(&bed, &server, &overlay)).status.success());
+    // Another object of the same name and length.
+    let file = server.folder().join("disk.qcow2");
+    let mut bytes = std::fs::read(&file).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(bed.path("other"), &bytes).unwrap();
+    img(&bed, &server, &["convert", "-f", "raw", "-O", "raw", "other", &object]).success();
+    let words = [&["serve", "--nbd", "unix:never"], &overlay[..]].concat();
+    let answer = run(&bed, &server, &words);
+    assert_one_line(&answer, &words, "the object was replaced since the overlay was made: it is ETag ");
+    // One that has another backing file has no record of it.
+    img(&bed, &server, &["rebase", "-u", "-F", "raw", "-b", &object, "top.qcow2"]).success();
+    let ended = end(serve(&bed, &server, &overlay));
+    assert!(ended.stderr.contains("has no record of the object below it"), "{ended:?}");
+}
+
+#[test]
+fn a_signal_ends_a_server_whose_store_does_not_answer() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new();
+    let server = ObjectServer::start(ObjectServerKind::S3s).unwrap();
+    let proxy = HttpProxy::start(server.address()).unwrap();
+    proxy.set_faults(|_| HttpFault::Drop);
+    let object = format!("s3://{BUCKET}/disk.qcow2");
+    let mut command = command(&bed, &server, &["serve", "--nbd", "unix:never", &object]);
+    command.envs(ObjectServer::environment(proxy.address()));
+    let serving = Program::start("limosa serve", command);
+    wait_for("a request", || (!proxy.take_requests().is_empty()).then_some(()));
+    let ended = end(serving);
+    assert_eq!(ended.status.code(), Some(128 + 15), "{ended:?}");
+    assert!(ended.stderr.contains("interrupted; the images were not all open yet"), "{ended:?}");
+}
+
+#[test]
+fn a_signal_ends_an_upload_which_the_same_command_continues() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new();
+    let server = ObjectServer::start(ObjectServerKind::S3s).unwrap();
+    let proxy = HttpProxy::start(server.address()).unwrap();
+    let bytes: Vec<u8> = (0..40_u32 << 18).flat_map(|word| word.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
+    std::fs::write(bed.path("noise"), bytes).unwrap();
+    let object = format!("s3://{BUCKET}/noise.raw");
+    let words = ["img", "convert", "-q", "-f", "raw", "-O", "raw", "noise", &object];
+    let mut parts = 0;
+    proxy.set_faults(move |request| {
+        parts += u32::from(request.method == "PUT");
+        if parts > 2 { HttpFault::Drop } else { HttpFault::None }
+    });
+    let mut first = command(&bed, &server, &words);
+    first.envs(ObjectServer::environment(proxy.address()));
+    let sending = Program::start("limosa img", first);
+    let mut sent = 0;
+    wait_for("parts", || {
+        sent += proxy.take_requests().iter().filter(|request| request.method == "PUT").count();
+        (sent > 3).then_some(())
+    });
+    let ended = end(sending);
+    assert_eq!(ended.status.code(), Some(128 + 15), "{ended:?}");
+    assert!(ended.stderr.contains("interrupted; run the same command to continue the upload"), "{ended:?}");
+    proxy.set_faults(|_| HttpFault::None);
+    let words = [&words[..2], &["--json"], &words[2..]].concat();
+    let mut again = command(&bed, &server, &words);
+    again.envs(ObjectServer::environment(proxy.address()));
+    let done = Answer::from(crate::stage::start_command(again).wait()).success().json();
+    assert!(done["remote"]["parts-resumed"].as_u64() >= Some(1), "{done}");
 }
 
 #[test]

@@ -284,8 +284,11 @@ fn remove_left_over(unfinished: &Path) -> anyhow::Result<()> {
     Ok(unlink(unfinished)?)
 }
 
-/// Creates an empty overlay, durably. At no time there is an incomplete one at `path`.
-fn create_file(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
+/// Creates an empty overlay, durably. At no time there is an incomplete one at `path`. An existing file stays.
+///
+/// # Errors
+/// The kernel's; [`rustix::io::Errno::EXIST`]: there is a file.
+pub(super) fn create_file(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
     let folder = folder_of(path)?;
     let unfinished = beside(path, ".unfinished");
     let new = FileOptions { cache: CacheMode::Writeback, create: Create::New, ..FileOptions::default() };
