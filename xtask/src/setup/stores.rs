@@ -16,7 +16,13 @@ use crate::shell;
 const S3S: &str = "0.14.1";
 
 /// Its stores of objects, and what its server needs. `moto[server]` brings more than twice as much for its other services.
-const MOTO: [&str; 3] = ["moto[s3]==5.2.5", "flask", "flask-cors"];
+const MOTO: [&str; 4] = ["moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "werkzeug==3.1.9"];
+
+/// The system's Python: one that comes first in PATH may be another user's, or gone tomorrow.
+const PYTHON: &str = "/usr/bin/python3";
+
+/// The file that says that moto is whole, with what is installed.
+const WHOLE: &str = "whole";
 
 fn s3s() -> PathBuf {
     shell::workspace().join("target/s3s")
@@ -26,15 +32,20 @@ fn moto() -> PathBuf {
     shell::workspace().join("target/moto")
 }
 
+/// Whether moto was installed to the end, in these versions.
+fn has_moto() -> bool {
+    std::fs::read_to_string(moto().join(WHOLE)).is_ok_and(|text| text == MOTO.join("\n"))
+}
+
 /// Whether one of them has to be installed.
 pub(super) fn are_missing() -> bool {
-    let are_there = s3s().join("bin/s3s-fs").is_file() && moto().join("bin/moto_server").is_file();
+    let are_there = s3s().join("bin/s3s-fs").is_file() && has_moto();
     !are_there && !is_skipped("LIMOSA_SKIP_STORES")
 }
 
 /// The package that makes environments of Python, if it is missing.
 pub(super) fn missing_package() -> Option<&'static str> {
-    let has_venv = || Command::new("python3").args(["-c", "import ensurepip"]).output();
+    let has_venv = || Command::new(PYTHON).args(["-c", "import ensurepip"]).output();
     (are_missing() && !has_venv().is_ok_and(|output| output.status.success())).then_some("python3-venv")
 }
 
@@ -48,13 +59,16 @@ pub(super) fn fetch() -> Result<()> {
             shell::run(install.arg("--root").arg(filled).arg("--target-dir").arg(work))
         })?;
     }
-    if !moto().join("bin/moto_server").is_file() {
-        // Programs of an environment name its folder: it is made where it stays.
+    if !has_moto() {
+        // Programs of an environment name its folder: it is made where it stays, and is whole when a file says so.
         remove(&moto())?;
-        let made = shell::run(Command::new("python3").args(["-m", "venv"]).arg(moto())).and_then(|()| {
-            let mut install = Command::new(moto().join("bin/pip"));
-            shell::run(install.args(["install", "--quiet", "--disable-pip-version-check"]).args(MOTO))
-        });
+        let made = shell::run(Command::new(PYTHON).args(["-m", "venv"]).arg(moto()))
+            .and_then(|()| {
+                let mut install = Command::new(moto().join("bin/pip"));
+                shell::run(install.args(["install", "--quiet", "--disable-pip-version-check"]).args(MOTO))
+            })
+            .and_then(|()| shell::run(Command::new(moto().join("bin/python")).args(["-c", "import moto.server"])))
+            .and_then(|()| std::fs::write(moto().join(WHOLE), MOTO.join("\n")).context("a file of moto"));
         if made.is_err() {
             remove(&moto())?;
         }
