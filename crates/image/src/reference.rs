@@ -646,7 +646,8 @@ mod tests {
         assert_eq!(from("file:base", "dir/top"), Ok("base".into()));
         assert_eq!(from("nbd://host/base", "dir/top"), Ok("nbd://host/base".into()));
         assert_eq!(from(r#"json:{"driver":"raw","file.filename":"base"}"#, "dir/top"), Ok("base".into()));
-        assert!(from("http://host/base", "dir/top").is_err());
+        assert_eq!(from("http://host/base", "dir/top"), Ok("http://host/base".into()));
+        assert!(from("ftp://host/base", "dir/top").is_err());
         let nowhere = Location::Null { size: 0, zeroes: false };
         assert!(Reference::from_image("base".as_ref(), &nowhere).unwrap_err().why.contains("has no folder"));
         assert!(Reference::from_image("/base".as_ref(), &nowhere).is_ok());

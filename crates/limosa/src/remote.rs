@@ -48,10 +48,10 @@ mod with_client {
     /// Objects that are open, and the figures of all.
     static OPENED: Mutex<Opened> = Mutex::new(Opened { objects: Vec::new(), closed: None });
 
-    /// What objects must have, by their URLs.
+    /// Contents that objects must have, by their URLs.
     static EXPECTED: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
 
-    /// What was written.
+    /// Figures of what was written.
     static UPLOADED: Mutex<Option<UploadCounters>> = Mutex::new(None);
 
     /// Whether no object may be opened any more: connections would fail, after all attempts.

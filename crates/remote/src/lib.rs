@@ -6,8 +6,8 @@
 //! request; all attempts of a fetch share one budget of time. A [`BlockCache`] keeps blocks on local disk. [`upload`]
 //! writes an object in parts: it is complete or it is not there.
 //!
-//! **Law: the async runtime stays in here.** The HTTP client's runs on one thread ([`runtime`]); what leaves this crate
-//! are blocking functions, and futures that any thread can poll.
+//! **Law: the async runtime stays in here.** The HTTP client's runs on one thread (`runtime.rs`); what leaves
+//! this crate are blocking functions, and futures that any thread can poll.
 //!
 //! ```no_run
 //! use limosa_remote::{ObjectUrl, RemoteObject, RemoteOptions};

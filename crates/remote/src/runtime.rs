@@ -1,8 +1,8 @@
 //! The thread that the HTTP client runs on.
 //!
-//! **Law: the runtime is driven by this one thread, and nothing blocks it.** Files of the cache have threads of their own
-//! ([`Files`](crate::cache::Files)); those of the runtime are for names of hosts, which the client looks up with calls
-//! that block. Everything else sees functions that block, and futures that need no runtime.
+//! **Law: the runtime is driven by this one thread, and nothing blocks it.** Files of the cache have threads of their
+//! own (`cache/files.rs`); those of the runtime are for names of hosts, which the client looks up with calls that
+//! block. Everything else sees functions that block, and futures that need no runtime.
 
 use std::future::Future;
 use std::io;

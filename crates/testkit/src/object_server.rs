@@ -155,8 +155,8 @@ impl ObjectServer {
     }
 }
 
-/// An address where nobody listens. Its port is none of those that the kernel gives to connections: one of them could
-/// take it while the server starts, or starts again.
+/// An address where nobody listens. Its port is outside the range that the kernel gives to connections: one of them
+/// could take it while the server starts, or starts again.
 fn free_address() -> Result<SocketAddr> {
     static COUNT: AtomicU16 = AtomicU16::new(0);
     let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").context("the range of ports")?;

@@ -15,7 +15,7 @@ use crate::shell;
 /// The last version that Rust 1.92 builds; newer ones want a newer Rust than 1.95.
 const S3S: &str = "0.14.1";
 
-/// Its stores of objects, and what its server needs. `moto[server]` brings more than twice as much for its other services.
+/// Its stores of objects, and what its server needs. `moto[server]` brings twice as much, for its other services.
 const MOTO: [&str; 4] = ["moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "werkzeug==3.1.9"];
 
 /// The system's Python: one that comes first in PATH may be another user's, or gone tomorrow.

@@ -179,8 +179,8 @@ fn needs(args: &ServeArgs, addresses: &[Uri], images: &Images) -> anyhow::Result
 /// Opens the images on a thread of its own: a thread that has used a ring keeps it, with threads of the kernel that
 /// would not be confined.
 ///
-/// A store that does not answer takes minutes, in which a signal ends the program: images that are open by then are left
-/// as after a kill, which their journals are for. If they are all open in time, the servers get the signal as well.
+/// A store that does not answer takes minutes, in which a signal ends the program: images that are open by then are
+/// left as after a kill, which their journals are for. If they are all open in time, the servers get the signal, too.
 fn open_images(args: &ServeArgs, journals: Option<JournalFolder>, exports: &Exports) -> anyhow::Result<Images> {
     let mut signals = Signals::new(interrupt::signals()).context("cannot handle signals")?;
     let handle = signals.handle();

@@ -1,8 +1,8 @@
 //! `--overlay`: a qcow2 image on top of one that is not written.
 //!
-//! Law: an overlay that exists is used only if it is on top of the image that is given; and if that is an object, only if
-//! its contents are those that the overlay was made on. Blocks of two objects would be mixed otherwise. The overlay has a
-//! line about them in its header.
+//! Law: an overlay that exists is used only if it is on top of the image that is given; and if that is an object, only
+//! if its contents are those that the overlay was made on. Blocks of two objects would be mixed otherwise. The overlay
+//! has a line about them in its header.
 
 use std::path::Path;
 

@@ -51,13 +51,17 @@ fn an_image_in_a_store_is_written_and_read_by_every_command() {
         assert_eq!(info["virtual-size"], 64 << 20);
         assert_eq!(img(&bed, &server, &["compare", "disk", &object]).success().stdout, "Images are identical.\n");
         assert!(img(&bed, &server, &["check", &object]).success().stdout.contains("No errors"));
-        for command in ["map", "measure"] {
-            let of = |image: &str| {
-                let options: &[&str] = if command == "measure" { &["-O", "raw"] } else { &[] };
-                img(&bed, &server, &[&[command, "--output", "json"], options, &[image]].concat()).success().json()
-            };
-            assert_eq!(of("disk").as_array().map(Vec::len), of(&object).as_array().map(Vec::len), "{command}");
-        }
+        img(&bed, &server, &["convert", "-O", "qcow2", "disk", "local.qcow2"]).success();
+        // Where in the file a cluster is is left to the threads.
+        let data = |image: &str| {
+            let map = img(&bed, &server, &["map", "--output", "json", image]).success().json();
+            let parts = map.as_array().unwrap().iter().filter(|part| part["data"] == true);
+            parts.map(|part| part["length"].as_u64().unwrap()).sum::<u64>()
+        };
+        assert_eq!(data("local.qcow2"), data(&object));
+        let measure =
+            |image: &str| img(&bed, &server, &["measure", "-O", "raw", "--output", "json", image]).success().json();
+        assert_eq!(measure("local.qcow2"), measure(&object));
         let copied = img(&bed, &server, &["convert", "--json", "-O", "raw", &object, "copy.raw"]).success().json();
         assert!(copied["remote"]["requests"].as_u64().unwrap() >= 1, "{copied}");
         assert_eq!(bed.qemu_img(&["compare", "copy.raw", "disk"]).success().stdout, "Images are identical.\n");
@@ -117,7 +121,8 @@ fn what_cannot_be_is_said_in_one_line() {
         "give the backing file by an absolute path or a URL",
     );
     refused(&["info", &format!("s3://{BUCKET}/none")], "there is no such object (NoSuchKey)");
-    refused(&["info", "s3://none-such/k"], "there is no such object (NoSuchBucket)");
+    // Which of the two there is not, this server does not say.
+    refused(&["info", "s3://none-such/k"], "there is no such object (NoSuch");
     refused(&["info", &format!("s3://{BUCKET}/")], "the key must have 1 to 1024 bytes");
     refused(&["info", "https://user:secret@host/x"], "a URL with a user name or password is refused");
     refused(&["resize", &object, "1G"], "objects of stores are only read");

@@ -83,7 +83,7 @@ impl Shared {
                 let mut waiting = self.waiting.lock();
                 loop {
                     let write = |waiting: &mut Waiting| if only_reads { None } else { waiting.writes.pop_front() };
-                    if let Some(job) = waiting.reads.pop_front().or_else(|| write(&mut *waiting)) {
+                    if let Some(job) = waiting.reads.pop_front().or_else(|| write(&mut waiting)) {
                         break job;
                     }
                     self.changed.wait(&mut waiting);

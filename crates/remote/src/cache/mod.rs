@@ -4,9 +4,9 @@
 //! it is read. Nothing is flushed: after a power cut blocks may be lost, cut or mixed up, which their checksums show. A
 //! cache that is full, broken or read-only costs time, and never fails a read.
 //!
-//! A file has the blocks of one version of an object ([`layout`]). Data is written before its entry. Who uses a file has
-//! a shared lock on it. What was not used for the longest time is removed first: whole files that nobody uses, and of
-//! the others the oldest blocks. A file that was unlinked under its users would take space that nobody counts.
+//! A file has the blocks of one version of an object (`layout.rs`). Data is written before its entry. Who uses a file
+//! has a shared lock on it. What was not used for the longest time is removed first: whole files that nobody uses, and
+//! of the others the oldest blocks. A file that was unlinked under its users would take space that nobody counts.
 
 mod directory;
 mod files;

@@ -106,7 +106,7 @@ impl RemoteObject {
         self.blocks.pin()
     }
 
-    /// Returns a line about its contents: two objects of which it differs are not the same.
+    /// Returns a line about its contents: objects that differ in it are not the same.
     #[must_use]
     pub fn content(&self) -> String {
         self.blocks.pinned.content()

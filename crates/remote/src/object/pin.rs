@@ -99,7 +99,7 @@ impl Pinned {
         Some(format!("{}\n{}\n{}", meta.version.as_deref().unwrap_or(""), tag.unwrap_or(""), meta.size))
     }
 
-    /// The content in one line: two objects of which it differs are not the same.
+    /// The content in one line: objects that differ in it are not the same.
     pub(super) fn content(&self) -> String {
         let meta = &self.meta;
         let of = match (&meta.e_tag, &meta.version) {

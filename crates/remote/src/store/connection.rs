@@ -38,7 +38,7 @@ const NEAR: Duration = Duration::from_secs(1);
 /// Makes the connections of one store's client: to the store, and to services that give credentials for it.
 ///
 /// The client says of none which it is. But it asks for that to the store last: `build` of each client makes its
-/// credentials before itself (object_store 0.14, `aws/builder.rs`, `gcp/builder.rs`, `azure/builder.rs`).
+/// credentials before itself (`object_store` 0.14, `aws/builder.rs`, `gcp/builder.rs`, `azure/builder.rs`).
 #[derive(Debug, Clone)]
 pub(super) struct Connector {
     pub(super) settings: Settings,
@@ -254,8 +254,9 @@ impl Route {
     }
 }
 
-/// Takes an answer: a part of an object is passed on as it comes, everything else is read here, up to a limit. `failed`:
-/// what is noted of an error.
+/// Takes an answer: a part of an object is passed on as it comes, everything else is read here, up to a limit.
+///
+/// `failed`: what is noted of an error.
 async fn answer(
     exchange: &Exchange,
     response: HttpResponse,

@@ -52,7 +52,7 @@ pub(super) struct Record {
 pub(super) type Resumable = (Begun, HashMap<usize, Part>);
 
 impl Record {
-    /// Opens the record that an earlier upload of an object has left. `None`: there is none, or its upload still runs.
+    /// Opens the record that an earlier upload of an object has left. `None`: it has left nothing, or still runs.
     pub(super) fn find(folder: &Path, identity: &str) -> io::Result<Option<(Self, Resumable)>> {
         // Nothing is made for those that need no record.
         if !folder.try_exists()? {
@@ -133,8 +133,8 @@ fn name_of(identity: &str) -> String {
     hash.iter().take(20).map(|byte| format!("{byte:02x}")).chain([".upload".to_owned()]).collect()
 }
 
-/// Understands a record. Returns its contents, and the length of what is whole. Lines after one that is not whole are of
-/// no use.
+/// Understands a record. Returns its contents, and the length of what is whole. Lines after one that is not whole are
+/// of no use.
 fn parse(text: &[u8]) -> Option<(Resumable, u64)> {
     let mut lines = text.split_inclusive(|byte| *byte == b'\n').map_while(|line| line.strip_suffix(b"\n"));
     let first = lines.next()?;

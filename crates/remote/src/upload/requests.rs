@@ -16,7 +16,7 @@ use parking_lot::{Condvar, Mutex};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
-use super::record::Part;
+use super::record::{Begun, Part};
 use crate::budget::Budget;
 use crate::counters::Count;
 use crate::error::RemoteError;
@@ -154,8 +154,8 @@ impl Shared {
         }
     }
 
-    /// The object's `ETag` after a request to make it visible. The answer of an earlier attempt may have been lost: then
-    /// the object is there, with our mark.
+    /// The object's `ETag` after a request to make it visible. The answer of an earlier attempt may have been lost:
+    /// then the object is there, with our mark.
     async fn made(
         &self,
         done: Result<Option<String>, RemoteError>,
@@ -233,12 +233,11 @@ impl Shared {
     /// Makes the parts visible as one object. Returns its `ETag`.
     pub(super) async fn complete(
         &self,
-        id: &String,
-        mark: &str,
+        upload: &Begun,
         ids: Vec<PartId>,
         seen: Option<Seen>,
-        length: u64,
     ) -> Result<Option<String>, RemoteError> {
+        let Begun { id, mark, length, .. } = upload;
         let (parts, is_s3, replaced) = (self.parts()?, self.store.has_conditional_completion(), seen.is_some());
         let condition: Option<(HeaderName, HeaderValue)> = match &seen {
             _ if !is_s3 => None,
@@ -254,7 +253,7 @@ impl Shared {
                 exchange(&self.requests, condition.clone(), complete)
             })
             .await;
-        self.made(done.map(|done| done.e_tag), mark, length, replaced).await
+        self.made(done.map(|done| done.e_tag), mark, *length, replaced).await
     }
 
     /// Removes an upload in parts. One that the store does not know is removed.

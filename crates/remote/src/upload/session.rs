@@ -102,8 +102,8 @@ impl Session {
         self.seen.is_some() && self.options.existing == Existing::Refuse
     }
 
-    /// Continues an earlier upload if it is of such an object, or aborts it. Its record goes when the store has no parts
-    /// of it any more.
+    /// Continues an earlier upload if it is of such an object, or aborts it. Its record goes when the store has no
+    /// parts of it any more.
     fn take_record(&mut self) {
         let Some(folder) = &self.records else { return };
         let (record, (begun, parts)) = match Record::find(folder, &self.identity) {
@@ -310,9 +310,8 @@ impl Session {
                     return Err(RemoteError::Local("parts of the upload are missing".to_owned()));
                 }
                 let parts = ids.into_values().map(|content_id| PartId { content_id }).collect();
-                let Begun { id, mark, .. } = begun.clone();
-                let completed =
-                    run(&shared, |shared| async move { shared.complete(&id, &mark, parts, seen, length).await });
+                let begun = Begun { length, ..begun.clone() };
+                let completed = run(&shared, |shared| async move { shared.complete(&begun, parts, seen).await });
                 let e_tag = completed.map_err(|error| self.of_resumed(error))?;
                 (e_tag, shared.store.has_conditional_completion())
             }

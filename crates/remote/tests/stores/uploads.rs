@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use limosa_remote::{Existing, RemoteObject, Upload, UploadOptions, upload};
-use limosa_storage::Storage as _;
+use limosa_storage::{Storage as _, StorageError};
 use limosa_testkit::{HttpFault, ObjectServerKind, own_test, stores_skipped};
 
 use crate::{Bed, memory, pattern, read, said, store, url};
@@ -13,13 +13,17 @@ use crate::{Bed, memory, pattern, read, said, store, url};
 const MIB: usize = 1 << 20;
 
 fn contents(bed: &Bed, key: &str) -> Option<Vec<u8>> {
-    let object =
-        RemoteObject::open(&url(key), &limosa_remote::RemoteOptions::default().store(store(bed.server.address())));
-    match object {
-        Ok(object) => Some(read(&*object, 0, usize::try_from(object.length().unwrap()).unwrap()).unwrap()),
+    match try_contents(bed, key) {
+        Ok(contents) => Some(contents),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
         Err(error) => panic!("{}", said(&error)),
     }
+}
+
+fn try_contents(bed: &Bed, key: &str) -> Result<Vec<u8>, StorageError> {
+    let options = limosa_remote::RemoteOptions::default().store(store(bed.server.address()));
+    let object = RemoteObject::open(&url(key), &options)?;
+    read(&*object, 0, usize::try_from(object.length()?).unwrap())
 }
 
 #[test]
@@ -212,7 +216,9 @@ fn an_upload_that_is_killed_leaves_the_old_object_and_is_continued() {
         let child = limosa_testkit::Process::spawn("an upload", command).unwrap();
         limosa_testkit::wait_for("requests", || (requests.load(Ordering::Relaxed) > moment).then_some(()));
         if moment == 9 && is_seen {
-            limosa_testkit::wait_for("the object", || (contents(&bed, "k").unwrap() == new).then_some(()));
+            // A read that meets the replacement fails.
+            let is_new = || try_contents(&bed, "k").is_ok_and(|found| found == new).then_some(());
+            limosa_testkit::wait_for("the object", is_new);
         }
         child.kill();
         bed.proxy.set_faults(|_| HttpFault::None);

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
+use limosa_image::reference::Reference;
 use limosa_image::{BitmapAction, Compress};
 use limosa_storage::{CacheMode, Io};
 use serde::{Deserialize, Serialize};
@@ -67,7 +68,8 @@ impl AddRequest {
     /// The path is not UTF-8.
     pub(in crate::serve) fn new(args: &ServeAddArgs) -> anyhow::Result<Self> {
         let ServedImageArgs { description, format, image_opts, read_only, shared, snapshot, bitmap, .. } = &args.how;
-        let named = *image_opts || ["json:", "file:"].iter().any(|scheme| is_prefix(scheme, args));
+        let is_elsewhere = || Reference::from_name(&args.image).is_ok_and(|image| image.path().is_none());
+        let named = *image_opts || ["json:", "file:"].iter().any(|scheme| is_prefix(scheme, args)) || is_elsewhere();
         let image = if named { args.image.clone() } else { std::path::absolute(&args.image)?.into_os_string() };
         let image = image.into_string().map_err(|image| {
             anyhow::anyhow!("{}: the path must be UTF-8, which the control socket requires", image.display())
