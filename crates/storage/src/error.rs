@@ -34,6 +34,12 @@ pub enum Operation {
     /// Changing the length.
     #[strum(to_string = "resize")]
     SetLength,
+    /// Listing what is in it.
+    #[strum(to_string = "list")]
+    List,
+    /// Removing.
+    #[strum(to_string = "remove")]
+    Remove,
     /// Sharing extents with another file.
     #[strum(to_string = "clone into")]
     Clone,

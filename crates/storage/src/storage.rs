@@ -58,6 +58,10 @@ pub trait Storage: Any + Send + Sync + Debug {
     /// supported, nothing changes.
     fn discard(&self, range: Range<u64>) -> Request;
 
+    /// Has ranges fetched that will be read soon, in this order, where that takes a connection. Says nothing of what
+    /// fails: a read will.
+    fn prefetch(&self, _ranges: &[Range<u64>]) {}
+
     /// Makes completed writes durable.
     fn flush(&self) -> Request;
 

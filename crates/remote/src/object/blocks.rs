@@ -19,6 +19,7 @@ use super::hedging::Hedging;
 use super::kept::Kept;
 use super::pin::{Pin, Pinned};
 use super::queue::{Limits, Piece, Queue};
+use super::read_ahead::ReadAhead;
 use super::waiting::{Part, PendingRead, ReadEnd};
 use super::{RemoteOptions, fetch};
 use crate::cache::CachedObject;
@@ -51,6 +52,7 @@ pub(super) struct Blocks {
 struct State {
     kept: Kept,
     queue: Queue,
+    read_ahead: ReadAhead,
     /// Blocks that wait or are on the way.
     pending: HashMap<u64, Pending>,
     in_flight: usize,
@@ -97,8 +99,17 @@ impl Blocks {
         if let Some(first) = &first {
             kept.insert(0, first.clone(), false);
         }
-        let (queue, pending) = (Queue::default(), HashMap::new());
-        let state = State { kept, queue, pending, in_flight: 0, flights: 0, prefetching: 0, is_dispatching: false };
+        let state = State {
+            kept,
+            queue: Queue::default(),
+            // Two readers must not drop each other's.
+            read_ahead: ReadAhead::new(options.read_ahead.min(options.memory / 4) / block_size),
+            pending: HashMap::new(),
+            in_flight: 0,
+            flights: 0,
+            prefetching: 0,
+            is_dispatching: false,
+        };
         let handle = runtime::handle().map_err(|error| RemoteError::Local(error.to_string()))?;
         let by_version = AtomicBool::new(pinned.has_version());
         let hedging = Mutex::default();
@@ -149,6 +160,8 @@ impl Blocks {
         let (read, done) = PendingRead::new(to_usize(blocks.end - blocks.start));
         let (mut found, mut is_missing) = (Vec::new(), false);
         let mut state = self.state.lock();
+        let ahead = state.read_ahead.note(&blocks);
+        state.queue.read_ahead(ahead.start..ahead.end.min(self.length().div_ceil(size)));
         for block in blocks {
             let start = offset.max(block * size);
             let within = to_usize(start - offset)..to_usize(end.min((block + 1) * size) - offset);

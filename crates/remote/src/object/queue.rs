@@ -47,7 +47,12 @@ pub(super) struct Queue {
     order: VecDeque<u64>,
     demanded: BTreeSet<u64>,
     prefetch: VecDeque<Range<u64>>,
+    /// Ranges ahead of readers, which come after those that somebody has asked for.
+    ahead: VecDeque<Range<u64>>,
 }
+
+/// Ranges ahead of readers that wait. Readers have passed older ones.
+const AHEAD_MAX: usize = 8;
 
 impl Queue {
     pub(super) fn demand(&mut self, block: u64) {
@@ -62,12 +67,22 @@ impl Queue {
         }
     }
 
+    pub(super) fn read_ahead(&mut self, blocks: Range<u64>) {
+        if !blocks.is_empty() {
+            if self.ahead.len() == AHEAD_MAX {
+                self.ahead.pop_front();
+            }
+            self.ahead.push_back(blocks);
+        }
+    }
+
     pub(super) fn has_prefetch(&self) -> bool {
-        !self.prefetch.is_empty()
+        !(self.prefetch.is_empty() && self.ahead.is_empty())
     }
 
     pub(super) fn clear_prefetch(&mut self) {
         self.prefetch.clear();
+        self.ahead.clear();
     }
 
     /// Takes the next piece. `is_wanted` says of a block to be prefetched if it still has to be fetched; `may_prefetch`
@@ -88,17 +103,10 @@ impl Queue {
         if in_flight >= limits.for_prefetch() || !may_prefetch {
             return None;
         }
-        while let Some(range) = self.prefetch.front_mut() {
-            let Some(start) = range.clone().find(|block| is_wanted(*block)) else {
-                self.prefetch.pop_front();
-                continue;
-            };
-            let most = range.end.min(start.saturating_add(limits.prefetched));
-            let end = (start + 1..most).find(|block| !is_wanted(*block)).unwrap_or(most.max(start + 1));
-            range.start = end;
-            return Some(Piece { blocks: start..end, is_demanded: false });
-        }
-        None
+        let most = limits.prefetched;
+        let blocks = take(&mut self.prefetch, most, &mut is_wanted);
+        let blocks = blocks.or_else(|| take(&mut self.ahead, most, &mut is_wanted))?;
+        Some(Piece { blocks, is_demanded: false })
     }
 
     /// Takes the oldest demanded block, and its neighbours that wait as well.
@@ -118,6 +126,21 @@ impl Queue {
         }
         Some(start..end)
     }
+}
+
+/// Takes the first blocks of these ranges that are wanted, at most `most` neighbours.
+fn take(ranges: &mut VecDeque<Range<u64>>, most: u64, is_wanted: &mut impl FnMut(u64) -> bool) -> Option<Range<u64>> {
+    while let Some(range) = ranges.front_mut() {
+        let Some(start) = range.clone().find(|block| is_wanted(*block)) else {
+            ranges.pop_front();
+            continue;
+        };
+        let most = range.end.min(start.saturating_add(most));
+        let end = (start + 1..most).find(|block| !is_wanted(*block)).unwrap_or(most.max(start + 1));
+        range.start = end;
+        return Some(start..end);
+    }
+    None
 }
 
 #[cfg(test)]
@@ -156,6 +179,15 @@ mod tests {
         assert_eq!(next().map(|piece| piece.blocks), Some(14..19));
         assert_eq!(next().map(|piece| piece.blocks), Some(19..20));
         assert_eq!(next(), None);
+    }
+
+    #[test]
+    fn what_is_ahead_of_readers_comes_last_and_is_not_kept_for_ever() {
+        let mut queue = Queue::default();
+        (0..20).for_each(|number| queue.read_ahead(100 * number..100 * number + 5));
+        queue.prefetch(7..8);
+        let found = std::iter::from_fn(|| queue.next(&LIMITS, 0, true, |_| true)).map(|piece| piece.blocks.start);
+        assert_eq!(found.collect::<Vec<_>>(), [7, 1200, 1300, 1400, 1500, 1600, 1700, 1800, 1900]);
     }
 
     proptest! {

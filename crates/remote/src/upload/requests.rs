@@ -25,6 +25,9 @@ use crate::store::{Store, StoreOptions, exchange};
 /// The attribute that tells our object from others. Its name is one that each store takes: Azure wants a word.
 const MARK: &str = "limosaupload";
 
+/// How long a store may put parts together: S3 says that it may take several minutes.
+const COMPLETION: Duration = Duration::from_secs(900);
+
 /// How long an abort may take.
 const ABORT: Duration = Duration::from_secs(10);
 
@@ -96,7 +99,9 @@ impl Shared {
     ) -> Result<T, RemoteError> {
         let (mut budget, mut last) = (Budget::new(self.options.budget, self.requests.get()), None);
         loop {
-            let within = attempt_within.min(budget.for_attempt());
+            // One that may take longer than the budget is not cut by it.
+            let is_long = attempt_within > budget.total();
+            let within = if is_long { attempt_within } else { attempt_within.min(budget.for_attempt()) };
             let error = match timeout(within, request()).await {
                 Ok(Ok(done)) => return Ok(done),
                 Ok(Err(error)) => error,
@@ -248,7 +253,7 @@ impl Shared {
         // Not every store knows conditions, and one that does not know them ignores them.
         self.expect(seen.as_ref(), mark).await?;
         let done = self
-            .persist(self.options.budget, || {
+            .persist(COMPLETION, || {
                 let complete = parts.complete_multipart(&self.store.path, id, ids.clone());
                 exchange(&self.requests, condition.clone(), complete)
             })

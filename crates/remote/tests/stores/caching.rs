@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use limosa_remote::{BlockCache, CacheOptions, RemoteObject};
+use limosa_storage::Storage as _;
 use limosa_testkit::{ObjectServerKind, stores_skipped};
 
 use crate::{Bed, counted, pattern, read, url};

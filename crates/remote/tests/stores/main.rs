@@ -34,7 +34,10 @@ impl Bed {
     }
 
     pub(crate) fn options(&self) -> RemoteOptions {
-        RemoteOptions::default().store(self.store())
+        let mut options = RemoteOptions::default().store(self.store());
+        // So that what is fetched is what is read.
+        options.read_ahead = 0;
+        options
     }
 
     pub(crate) fn uploading(&self) -> UploadOptions {

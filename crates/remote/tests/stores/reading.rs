@@ -1,8 +1,8 @@
-use limosa_remote::{Pin, RemoteObject};
+use limosa_remote::{Pin, RemoteObject, StoreOptions, list, remove};
 use limosa_storage::{Buffer, Storage as _, block_on};
 use limosa_testkit::{HttpFault, ObjectServerKind, stores_skipped};
 
-use crate::{Bed, counted, pattern, read, said, url};
+use crate::{Bed, counted, pattern, read, said, store, url};
 
 #[test]
 fn an_object_reads_as_it_was_written_from_every_server() {
@@ -145,5 +145,68 @@ fn a_weak_tag_of_a_web_server_is_no_strong_pin_and_a_change_is_noticed_all_the_s
         let requests = bed.proxy.take_requests();
         let condition = requests.first().unwrap().header("if-match");
         assert_eq!(condition, is_compared_by_the_server.then_some(tag));
+    }
+}
+
+#[test]
+fn blocks_ahead_of_a_sequential_reader_come_in_time() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let bytes = pattern(3, 24 << 20);
+    bed.put("k", &bytes);
+    let mut options = bed.options();
+    options.read_ahead = 8 << 20;
+    let object = RemoteObject::open(&url("k"), &options).unwrap();
+    let piece = 256 << 10;
+    for start in (0..bytes.len()).step_by(piece) {
+        assert_eq!(read(&*object, start as u64, piece).unwrap(), bytes[start..start + piece]);
+    }
+    let counters = counted(&object, |counters| counters.prefetched > 0);
+    assert_eq!(counters.bytes, bytes.len() as u64, "nothing comes twice, and nothing in vain");
+    assert!(counters.prefetched >= 48 && counters.requests < 60, "{counters:?}");
+}
+
+#[test]
+fn a_folder_is_listed_and_its_objects_are_removed() {
+    if stores_skipped() {
+        return;
+    }
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        for key in ["a/one", "a/two 2%", "a/below/three", "ab", "top"] {
+            bed.put(key, &pattern(1, 100));
+        }
+        let options = store(bed.proxy.address());
+        let listed = |folder: &str| {
+            let found = list(folder, &options).unwrap();
+            assert!(found.requests > 0 && found.objects.iter().all(|object| object.length == 100));
+            found.objects.into_iter().map(|object| object.url).collect::<Vec<_>>()
+        };
+        let folder = ["s3://bucket/a/one", "s3://bucket/a/two 2%"];
+        assert_eq!([listed("s3://bucket/a"), listed("s3://bucket/a/")], [folder, folder], "{kind:?}");
+        assert_eq!(
+            [listed("s3://bucket"), listed("s3://bucket/")],
+            [["s3://bucket/ab", "s3://bucket/top"]; 2],
+            "{kind:?}"
+        );
+        assert!(listed("s3://bucket/none").is_empty());
+        // A failure of a moment costs a request.
+        let mut failures = 2;
+        bed.proxy.set_faults(move |_| {
+            failures -= i32::from(failures > 0);
+            if failures > 0 { HttpFault::Status(503, "SlowDown") } else { HttpFault::None }
+        });
+        remove(&url("a/two 2%"), &options).unwrap();
+        remove(&url("a/two 2%"), &options).unwrap();
+        assert_eq!(listed("s3://bucket/a"), ["s3://bucket/a/one"], "{kind:?}");
+        bed.proxy.set_faults(|_| HttpFault::Status(403, "AccessDenied"));
+        assert!(said(&list("s3://bucket/a", &options).unwrap_err()).contains("AccessDenied"));
+        assert!(said(&remove(&url("top"), &options).unwrap_err()).contains("AccessDenied"));
+    }
+    let none = StoreOptions::default();
+    for folder in ["http://host/folder", "s3://", "s3://b/../c"] {
+        assert!(list(folder, &none).is_err(), "{folder}");
     }
 }
