@@ -6,6 +6,7 @@
 //! contestant calls it right before its clock starts.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -53,6 +54,34 @@ pub struct Series {
     pub variant: String,
     /// In order of rounds.
     pub runs: Vec<Measured>,
+}
+
+/// Makes of every series one for each part of its runs: a name, and the counter of the microseconds until the part is
+/// done. The part without a counter is the whole run, which keeps CPU seconds and counters. A series whose runs have no
+/// such counter has no such part.
+pub(crate) fn in_parts(all: &[Series], parts: &[(&str, Option<&str>)]) -> Vec<Series> {
+    let mut found = Vec::new();
+    for &(name, counter) in parts {
+        for series in all {
+            let of = |run: &Measured| match counter {
+                Some(counter) => {
+                    let wall = Duration::from_micros(*run.counters.get(counter)?);
+                    Some(Measured { wall, ..Measured::default() })
+                }
+                None => Some(run.clone()),
+            };
+            let runs: Vec<Measured> = series.runs.iter().filter_map(of).collect();
+            if !runs.is_empty() {
+                found.push(Series { case: part(&series.case, name), variant: series.variant.clone(), runs });
+            }
+        }
+    }
+    found
+}
+
+/// The case of a part.
+pub(crate) fn part(case: &str, part: &str) -> String {
+    format!("{case}: {part}")
 }
 
 /// Runs all contestants `rounds` times, interleaved. `progress` is called with each run, for people who wait.

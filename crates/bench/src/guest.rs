@@ -31,6 +31,15 @@ const READ_MOST: u64 = 256 << 20;
 pub(crate) const WRITTEN_PAGES: u32 = 8192;
 /// Pages that [`Task::WriteMore`] writes: 57 MiB.
 const MORE_PAGES: u32 = 57 << 8;
+/// Pieces of contents that [`Task::WriteScattered`] writes: 8 MiB together.
+const SCATTERED_PIECES: u32 = 128;
+/// Pages of such a piece, which are next to each other.
+const SCATTERED_PAGES: u8 = 16;
+/// Bytes of contents that the pieces are scattered over.
+const SCATTERED_SPAN: u32 = 512 << 20;
+/// Bytes from a piece to the next one, round and round in the span: 0.618 of it, in whole pieces and an odd number of
+/// them, so that no order shows and no piece is met twice.
+const SCATTERED_STRIDE: u32 = 5063 << 16;
 
 /// A command of the guest: the byte that asks for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +52,8 @@ pub(crate) enum Task {
     WriteMore,
     /// Writes each of those pages' address into its first word: the same at every time.
     Rewrite,
+    /// Adds 1 to the first word of each page of 128 pieces of 64 KiB, scattered over the first 512 MiB of the contents.
+    WriteScattered,
     /// From now on a heartbeat 18 times a second, so that many guests together cost next to nothing.
     Slow,
 }
@@ -55,6 +66,7 @@ impl Task {
             Self::Write => b'w',
             Self::WriteMore => b'm',
             Self::Rewrite => b'e',
+            Self::WriteScattered => b'c',
             Self::Slow => b's',
         }
     }
@@ -154,6 +166,7 @@ pub(crate) fn firmware() -> Vec<u8> {
         (Task::Write, write(&mut code, put, Task::Write, WRITTEN_PAGES)),
         (Task::WriteMore, write(&mut code, put, Task::WriteMore, MORE_PAGES)),
         (Task::Rewrite, write(&mut code, put, Task::Rewrite, WRITTEN_PAGES)),
+        (Task::WriteScattered, write_scattered(&mut code, put)),
         (Task::Slow, slow(&mut code, put)),
     ];
     let start = start(&mut code, gdtr, wake);
@@ -225,6 +238,26 @@ fn write(code: &mut Code, put: usize, task: Task, pages: u32) -> usize {
     code.op(&[0xb0, task.answer()]); // mov al, answer
     code.far(JMP, put);
     write
+}
+
+/// [`Task::WriteScattered`].
+fn write_scattered(code: &mut Code, put: usize) -> usize {
+    let scattered = code.op(&[0x66, 0x31, 0xdb]); // xor ebx, ebx
+    code.long(&[0x66, 0xb9], SCATTERED_PIECES); // mov ecx, pieces
+    let piece = code.0.len();
+    code.long(&[0x67, 0x66, 0x8d, 0xbb], CONTENTS_AT); // lea edi, [ebx + CONTENTS_AT]
+    code.op(&[0xb2, SCATTERED_PAGES]); // mov dl, pages
+    let page = code.op(&[0x26, 0x67, 0x66, 0xff, 0x07]); // inc dword es:[edi]
+    code.long(&[0x66, 0x81, 0xc7], 4096); // add edi, 4096
+    code.op(&[0xfe, 0xca]); // dec dl
+    code.back(JNZ, page);
+    code.long(&[0x66, 0x81, 0xc3], SCATTERED_STRIDE); // add ebx, stride
+    code.long(&[0x66, 0x81, 0xe3], SCATTERED_SPAN - 1); // and ebx, span - 1
+    code.op(&[0x66, 0x49]); // dec ecx
+    code.back(JNZ, piece);
+    code.op(&[0xb0, Task::WriteScattered.answer()]); // mov al, answer
+    code.far(JMP, put);
+    scattered
 }
 
 /// [`Task::Slow`].
@@ -326,6 +359,15 @@ mod tests {
         let jump = image[..RESET].iter().rposition(|byte| *byte == JMP_SHORT).expect("a jump");
         let distance = i64::from(i8::from_le_bytes([image[jump + 1]]));
         assert_eq!(i64::try_from(jump).expect("small") + 2 + distance, i64::try_from(halt).expect("small"));
+    }
+
+    #[test]
+    fn scattered_pieces_do_not_overlap() {
+        let mut starts: Vec<u32> =
+            (0..SCATTERED_PIECES).map(|number| number.wrapping_mul(SCATTERED_STRIDE) % SCATTERED_SPAN).collect();
+        starts.sort_unstable();
+        let piece = u32::from(SCATTERED_PAGES) * 4096;
+        assert!(starts.windows(2).all(|pair| pair[1] - pair[0] >= piece));
     }
 
     #[test]

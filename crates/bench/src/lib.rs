@@ -35,6 +35,7 @@ mod page_cache;
 mod process;
 mod protect;
 mod raw;
+mod remote;
 pub mod report;
 mod restore;
 mod save;
@@ -59,6 +60,7 @@ pub const NAMES: &[&str] = &[
     "img",
     "packed",
     "protect",
+    "remote",
     "restore",
     "save",
     "serve",
@@ -81,6 +83,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "img" => img::run(options)?,
         "packed" => packed::run(options)?,
         "protect" => protect::run(options)?,
+        "remote" => remote::run(options)?,
         "restore" => restore::run(options)?,
         "save" => save::run(options)?,
         "serve" => serve::run(options)?,

@@ -1,6 +1,6 @@
 //! The limosa that is measured: a child process.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -46,6 +46,12 @@ impl Prepared {
     /// With these arguments.
     pub(crate) fn arguments(mut self, arguments: &[&str]) -> Self {
         self.command.args(arguments);
+        self
+    }
+
+    /// With these environment variables.
+    pub(crate) fn variables<V: AsRef<OsStr>>(mut self, variables: impl IntoIterator<Item = (&'static str, V)>) -> Self {
+        self.command.envs(variables);
         self
     }
 

@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 use std::process::Command;
 
-use limosa_testkit::{Ended, Program, qemu_skipped, series_skipped, skipped};
+use limosa_testkit::{Ended, Program, qemu_skipped, series_skipped, skipped, stores_skipped};
 use serde_json::Value;
 
 /// Runs limosa-bench to its end.
@@ -91,6 +91,23 @@ fn a_vm_is_packed_saved_packed_and_restored_from_it() {
     for case in report["cases"].as_array().unwrap() {
         let restored = case["case"].as_str().unwrap().ends_with("restored lazily");
         assert_eq!(case["counters"]["file_kib"].is_u64(), !restored, "{case}");
+    }
+}
+
+#[test]
+fn a_vm_in_an_object_store_is_restored_in_every_way() {
+    if qemu_skipped() || stores_skipped() {
+        return;
+    }
+    // Three latencies, four ways, three times; two VMs, two times; up and down.
+    let report = runs(&["remote", "--size", "64M"], 3 * 4 * 3 + 2 * 2 + 2, 6 + 1 + 2 + 2);
+    for case in report["cases"].as_array().unwrap() {
+        // The other parts of a restore have no counters.
+        let name = case["case"].as_str().unwrap();
+        let whole = name.ends_with("all memory there") || name.contains("random bytes");
+        assert_eq!(case["counters"]["requests"].as_u64() > Some(0), whole, "{case}");
+        let is_warm = case["variant"] == "lazy, warm cache";
+        assert!(!is_warm || !whole || case["counters"]["bytes_received"].as_u64() < Some(1 << 20), "{case}");
     }
 }
 

@@ -65,11 +65,19 @@ impl ObjectServer {
     /// # Errors
     /// It is not installed; the message names the command that installs it.
     pub fn start(kind: ObjectServerKind) -> Result<Self> {
+        Self::start_in(kind, &std::env::temp_dir())
+    }
+
+    /// Starts one that keeps its objects in a new folder in `parent`.
+    ///
+    /// # Errors
+    /// It is not installed; the message names the command that installs it.
+    pub fn start_in(kind: ObjectServerKind, parent: &Path) -> Result<Self> {
         if !kind.program().is_file() {
             let program = kind.program();
             bail!("no {}: run `cargo xtask setup` (or skip with LIMOSA_SKIP_STORES=1)", program.display());
         }
-        let folder = tempfile::tempdir()?;
+        let folder = tempfile::tempdir_in(parent)?;
         std::fs::create_dir(folder.path().join(BUCKET))?;
         let address = free_address()?;
         let server = Self { kind, address, folder, process: Mutex::new(None) };

@@ -10,15 +10,12 @@
 mod eager;
 pub(crate) mod runs;
 
-use std::time::Duration;
-
 use anyhow::{Result, ensure};
 
 use self::eager::Eager;
 use self::runs::{RATE, RestoreMethod, Stage, TO_BEAT, TO_GUEST};
-use crate::frame::{Contestant, Frame, Series, interleave};
+use crate::frame::{self, Contestant, Frame, Series, interleave, part};
 use crate::machine::Machine;
-use crate::measure::Measured;
 use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib, ratio};
 use crate::stored::Stored;
@@ -76,7 +73,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let room = plan.wide >> 30 < machine.memory_gib;
     let all = if lacking.is_none() { rounds(options, &plan, room)? } else { Vec::new() };
     let (eager, lazy): (Vec<_>, Vec<_>) = all.into_iter().partition(|series| series.case == plan.eager_case);
-    let mut all = in_parts(lazy);
+    let mut all = in_parts(&lazy);
     all.extend(eager);
     let mut report = Report::new("restore", machine, options.rounds, &all);
     let no_room = (!room).then(|| format!("a VM of {} does not fit into this machine", gib_or_mib(plan.wide)));
@@ -144,28 +141,9 @@ fn rounds(options: &Options, plan: &Plan, room: bool) -> Result<Vec<Series>> {
     interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))
 }
 
-fn part(case: &str, part: &str) -> String {
-    format!("{case}: {part}")
-}
-
-/// Makes of every series one for each of the three times. CPU seconds and counters are the whole run's and stay with
-/// the last.
-fn in_parts(all: Vec<Series>) -> Vec<Series> {
-    let mut parts = Vec::new();
-    for (name, counter) in [(GUEST_RUNS, Some(TO_GUEST)), (FIRST_BEAT, Some(TO_BEAT)), (ALL_MEMORY, None)] {
-        for series in &all {
-            let runs = series.runs.iter().map(|run| match counter {
-                Some(counter) => {
-                    let micros = run.counters.get(counter).copied().unwrap_or(0);
-                    Measured { wall: Duration::from_micros(micros), ..Measured::default() }
-                }
-                None => run.clone(),
-            });
-            let case = part(&series.case, name);
-            parts.push(Series { case, variant: series.variant.clone(), runs: runs.collect() });
-        }
-    }
-    parts
+/// Makes of every series one for each of the three times.
+fn in_parts(all: &[Series]) -> Vec<Series> {
+    frame::in_parts(all, &[(GUEST_RUNS, Some(TO_GUEST)), (FIRST_BEAT, Some(TO_BEAT)), (ALL_MEMORY, None)])
 }
 
 /// limosa compared with QEMU's load in all times, and with the postcopy of the same kind where all memory is concerned.
@@ -204,7 +182,10 @@ fn judge(report: &mut Report, all: &[Series], plan: &Plan, lacking: Option<&str>
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::measure::Measured;
 
     fn series(case: &str, variant: &str, guest_ms: u64, rate: u64) -> Series {
         let run = Measured { wall: Duration::from_secs(2), ..Measured::default() };
@@ -223,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_run_is_reported_in_its_three_times() {
-        let parts = in_parts(vec![series("4 GiB", LAZY, 30, 900)]);
+        let parts = in_parts(&[series("4 GiB", LAZY, 30, 900)]);
         let walls: Vec<_> = parts.iter().map(|part| (part.case.as_str(), part.runs[0].wall.as_micros())).collect();
         let expected =
             [("4 GiB: guest runs", 30_000), ("4 GiB: first beat", 30_500), ("4 GiB: all memory there", 2_000_000)];
@@ -232,7 +213,7 @@ mod tests {
 
     #[test]
     fn each_target_is_judged_by_its_own_figures() {
-        let all = in_parts(vec![
+        let all = in_parts(&[
             series("4 GiB", MAPPED, 6, 0),
             series("4 GiB", LAZY, 30, 900),
             series("4 GiB", POSTCOPY, 40, 1000),

@@ -22,9 +22,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "PROGRAM", value_parser = ["qemu"])]
     pub(crate) against: Option<String>,
 
-    /// Memory of the VMs; default 2G for save, 4G for restore, 512M for clone (half of it has contents), 1G for stream
-    /// and zero-copy, 8G for free-page, 256M for protect. For cow, serve and img: size of the disk, default 2G, 512M
-    /// and 1G. For zero-page: size of the cold memory, by default more than four times the last-level cache
+    /// Memory of the VMs; default 2G for save, 4G for restore, 512M for clone (half of it has contents), 1G for stream,
+    /// zero-copy and remote (one more VM has 16 times as much), 8G for free-page, 256M for protect. For cow, serve and
+    /// img: size of the disk, default 2G, 512M and 1G. For zero-page: size of the cold memory, by default more than
+    /// four times the last-level cache
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub(crate) size: Option<u64>,
 
@@ -72,12 +73,13 @@ pub(crate) struct BenchArgs {
 }
 
 /// The benches, and what one of them starts as its own child.
-fn names() -> [PossibleValue; 13] {
+fn names() -> [PossibleValue; 14] {
     let hidden = PossibleValue::new(limosa_bench::stream::END).hide(true);
-    let [save, restore, packed, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect] = [
+    let [save, restore, packed, remote, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect] = [
         ("save", "Save a VM into a file, by limosa and by QEMU"),
         ("restore", "Restore a VM from a file, lazily and eagerly, by limosa and by QEMU"),
         ("packed", "Pack a stored VM, save one packed, and restore it, compared with zstd and with plain snapshots"),
+        ("remote", "Restore a packed VM from an object store over a slow line, compared with downloading it first"),
         ("clone", "Start many VMs of one snapshot: mapped, lazily, eagerly, and QEMUs without one"),
         ("stream", "Send the memory of a live migration to another process"),
         ("zero-page", "Find zero pages: what it costs and what it saves"),
@@ -89,7 +91,7 @@ fn names() -> [PossibleValue; 13] {
         ("protect", "Keep checkpoints of a running VM, compared with a keeper that throws them away"),
     ]
     .map(|(name, what)| PossibleValue::new(name).help(what));
-    [save, restore, packed, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect, hidden]
+    [save, restore, packed, remote, clone, stream, zero_page, zero_copy, cow, serve, img, free_page, protect, hidden]
 }
 
 /// `off`, `auto`, or the size from which on what would be copied is cloned.
