@@ -161,7 +161,8 @@ fn packed() -> Result<Seeds, Box<dyn Error>> {
     options.cluster_size = Some(4096);
     let pending = limosa_snapshot::UnnamedFile::create(&image, true)?;
     let handle = limosa_migrate::Handle::new();
-    limosa_pack::pack(&limosa_pack::open_snapshot(&plain, None)?, pending, None, &options, &handle)?;
+    let snapshot = limosa_pack::open_snapshot(&plain, &limosa_pack::Access::default())?;
+    limosa_pack::pack(&snapshot, pending, None, &options, &handle)?;
     let seed = fs::read(&image)?;
     fs::remove_dir_all(&folder)?;
     assert!(limosa_pack::fuzz_open(&seed).is_ok(), "a seed is well-formed");

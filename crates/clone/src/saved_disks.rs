@@ -10,7 +10,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use limosa_image::chain;
-use limosa_image::reference::Reference;
+use limosa_image::reference::{Reference, is_object};
 use limosa_image::{Format, Guess, guess};
 use limosa_storage::block_on;
 
@@ -35,7 +35,9 @@ impl SavedDisks {
     /// # Errors
     /// The record of a clone cannot be read or written, or another limosa works on the clone.
     pub fn mark_needed(images: &[PathBuf], snapshot: &Path) -> Result<Self, CloneError> {
-        let snapshot = std::path::absolute(snapshot).map_err(CloneError::path("find", snapshot))?;
+        // The name of an object is the same in every directory.
+        let snapshot = if is_object(snapshot) { Ok(snapshot.to_path_buf()) } else { std::path::absolute(snapshot) }
+            .map_err(CloneError::path("find", snapshot))?;
         let mut by_clone: BTreeMap<PathBuf, Vec<PathBuf>> = BTreeMap::new();
         for image in images.iter().filter_map(|image| fs::canonicalize(image).ok()) {
             if let (Some(folder), Some(name)) = (image.parent(), image.file_name()) {

@@ -51,6 +51,12 @@ pub trait Disk: Send + Sync + Debug {
     /// Reads `into.len()` bytes at `at`. Past the end: [`ImageError::PastEnd`], as for all requests.
     fn read(&self, at: GuestOffset, into: IoVector) -> Pending<'_>;
 
+    /// Has `length` bytes at `at` fetched that will be read soon, where that takes a connection. Those past the end are
+    /// left out.
+    fn prefetch(&self, _at: GuestOffset, _length: u64) -> Pending<'_> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
     /// Writes all of `from` at `at`.
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_>;
 

@@ -6,6 +6,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use limosa_channel::{Tls, Uri};
 use limosa_nbd::{ConnectOptions, NbdAddress, NbdStorage};
@@ -51,6 +52,33 @@ pub trait OpenObject: fmt::Debug + Send + Sync {
     /// # Errors
     /// The URL is not valid; the store's.
     fn open(&self, url: &str) -> Result<Arc<dyn Storage>, StorageError>;
+
+    /// Returns the objects of a folder; those of folders below are left out.
+    ///
+    /// # Errors
+    /// It is no folder of a store; the store's.
+    fn list(&self, folder: &str) -> Result<Vec<ObjectEntry>, StorageError> {
+        Err(StorageError::for_storage(Operation::List, &folder.into(), io::Error::from(io::ErrorKind::Unsupported)))
+    }
+
+    /// Removes an object.
+    ///
+    /// # Errors
+    /// The store's.
+    fn remove(&self, url: &str) -> Result<(), StorageError> {
+        Err(StorageError::for_storage(Operation::Remove, &url.into(), io::Error::from(io::ErrorKind::Unsupported)))
+    }
+}
+
+/// An object of a folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectEntry {
+    /// Its URL.
+    pub url: String,
+    /// Its length in bytes.
+    pub length: u64,
+    /// When it was written.
+    pub modified: SystemTime,
 }
 
 /// The client of object stores that a program has, if it has one.
@@ -64,16 +92,51 @@ impl ObjectStores {
         Self(Some(client))
     }
 
-    fn open(&self, url: &str, options: &FileOptions) -> Result<Arc<dyn Storage>, StorageError> {
-        let failed = |why: io::Error| Err(StorageError::for_storage(Operation::Open, &url.into(), why));
-        match &self.0 {
-            _ if !options.read_only => {
-                failed(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "objects of stores are only read"))
-            }
-            Some(client) => client.open(url),
-            None => failed(io::Error::new(io::ErrorKind::Unsupported, "this program has no client of object stores")),
-        }
+    /// Opens an object, to be read only.
+    ///
+    /// # Errors
+    /// There is no client; else the client's.
+    pub fn open(&self, url: &str) -> Result<Arc<dyn Storage>, StorageError> {
+        self.client(Operation::Open, url)?.open(url)
     }
+
+    /// As [`OpenObject::list`].
+    ///
+    /// # Errors
+    /// There is no client; else the client's.
+    pub fn list(&self, folder: &str) -> Result<Vec<ObjectEntry>, StorageError> {
+        self.client(Operation::List, folder)?.list(folder)
+    }
+
+    /// As [`OpenObject::remove`].
+    ///
+    /// # Errors
+    /// There is no client; else the client's.
+    pub fn remove(&self, url: &str) -> Result<(), StorageError> {
+        self.client(Operation::Remove, url)?.remove(url)
+    }
+
+    fn client(&self, operation: Operation, url: &str) -> Result<&dyn OpenObject, StorageError> {
+        let none = || io::Error::new(io::ErrorKind::Unsupported, "this program has no client of object stores");
+        self.0.as_deref().ok_or_else(|| StorageError::for_storage(operation, &url.into(), none()))
+    }
+
+    fn open_image(&self, url: &str, options: &FileOptions) -> Result<Arc<dyn Storage>, StorageError> {
+        if !options.read_only {
+            let why = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "objects of stores are only read");
+            return Err(StorageError::for_storage(Operation::Open, &url.into(), why));
+        }
+        self.open(url)
+    }
+}
+
+/// Returns whether a name is that of an object ([`Location::Object`]).
+#[must_use]
+pub fn is_object(name: &Path) -> bool {
+    let name = name.as_os_str().as_encoded_bytes();
+    OBJECT_SCHEMES
+        .iter()
+        .any(|scheme| name.strip_prefix(scheme.as_bytes()).is_some_and(|rest| rest.starts_with(b"://")))
 }
 
 /// The means to reach images that are not in files.
@@ -185,7 +248,7 @@ impl Location {
                 }
                 NbdStorage::connect(address, &connect)?
             }
-            Self::Object(url) => connections.objects.open(url, options)?,
+            Self::Object(url) => connections.objects.open_image(url, options)?,
             Self::Null { size, zeroes } => Arc::new(NullStorage::new(self.to_string(), *size, *zeroes)),
         })
     }
@@ -313,6 +376,16 @@ mod tests {
         };
         assert_eq!(error(true), "cannot open s3://b/k: this program has no client of object stores");
         assert_eq!(error(false), "cannot open s3://b/k: objects of stores are only read");
+    }
+
+    #[test]
+    fn names_of_objects_are_known_by_their_scheme() {
+        for name in ["s3://b/k", "https://h/k", "az://"] {
+            assert!(is_object(Path::new(name)), "{name}");
+        }
+        for name in ["", "s3:b", "./s3://b/k", "ftp://h/k", "s3"] {
+            assert!(!is_object(Path::new(name)), "{name}");
+        }
     }
 
     #[test]

@@ -23,6 +23,7 @@ use crate::args::{
 };
 use crate::clock::{self, ClockOutcome};
 use crate::packed;
+use crate::remote;
 use crate::restore::PAUSED;
 use crate::usage::misused;
 use crate::working_set::{Recorded, Recording, StopSignals, WorkingSetUse, read_ahead_object, tell_read_ahead};
@@ -51,6 +52,9 @@ fn make(args: &MakeClonesArgs, key: &KeyArgs) -> anyhow::Result<ExitCode> {
     }
     if args.working_set().record_working_set.is_some() && args.state().choice_for(line) == RunChoice::Paused {
         misused(PAUSED);
+    }
+    if args.qmp.is_some() {
+        remote::refuse_target(&args.snapshot, "give a file")?;
     }
     let forked = args
         .qmp
@@ -101,11 +105,13 @@ fn make(args: &MakeClonesArgs, key: &KeyArgs) -> anyhow::Result<ExitCode> {
         object["saved"] = forked.as_ref().map_or(Value::Null, crate::save::object);
         object["recorded_working_set"] = recorded.iter().flatten().next().map_or(Value::Null, Recorded::object);
         object["read_ahead"] = read_ahead.as_ref().map_or(Value::Null, read_ahead_object);
+        remote::add_cost(&mut object);
         print_out!("{object}");
     }
     check_stdout()?;
     recorded.iter().flatten().for_each(Recorded::tell);
     read_ahead.iter().for_each(tell_read_ahead);
+    remote::tell_cost();
     let clocks_not_set = tell_clocks(args, &clones.started, &clocks);
     if let (Some(first), Some(last)) = (waiting.started.first(), waiting.started.last()) {
         let (count, dir) = (waiting.started.len(), args.dir.display());

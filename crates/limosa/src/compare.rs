@@ -6,7 +6,6 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use limosa_pack::is_packed;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{VmstateDump, examine_destination};
 use limosa_snapshot::{
@@ -53,7 +52,7 @@ type Compared = (Comparison, Option<MemoryComparison>);
 
 /// Opens a file: its summary, and the snapshot itself if its pages can be read one by one.
 pub(crate) fn open(path: &Path) -> anyhow::Result<(Summary, Option<Snapshot>)> {
-    if is_packed(path) {
+    if packed::is_one(path) {
         let snapshot = packed::open(path)?;
         return Ok((snapshot.summary(), Some(snapshot)));
     }

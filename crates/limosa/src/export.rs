@@ -17,6 +17,7 @@ use serde_json::json;
 use crate::args::ExportArgs;
 use crate::job::JobHandles;
 use crate::packed;
+use crate::remote;
 use crate::report;
 use crate::usage::misused;
 use crate::vm_state;
@@ -28,8 +29,11 @@ pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
     let target = Target::of(args)?;
     let stats = target.write(args, &snapshot)?;
     tell(&target, &snapshot, &stats);
+    remote::tell_cost();
     if args.json {
-        print_out!("{}", object(&target, &stats));
+        let mut object = object(&target, &stats);
+        remote::add_cost(&mut object);
+        print_out!("{object}");
     }
     Ok(ExitCode::SUCCESS)
 }

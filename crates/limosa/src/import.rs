@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use limosa_channel::Uri;
 use limosa_control::JobKind;
-use limosa_pack::is_packed;
 use limosa_page::directory_of;
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile};
@@ -19,6 +18,7 @@ use serde_json::{Value, json};
 use crate::args::ImportArgs;
 use crate::job::JobHandles;
 use crate::packed;
+use crate::remote;
 use crate::report;
 use crate::usage::misused;
 use crate::vm_state;
@@ -29,6 +29,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     if args.xml.as_ref() == Some(&args.snapshot) {
         misused(format_args!("{}: the snapshot and the domain XML must be different files", args.snapshot.display()));
     }
+    remote::refuse_target(&args.snapshot, "give a file, and pack that")?;
     if is_one_file(&args.stream, &args.snapshot) {
         bail!("{}: the source and the snapshot must be different files", args.snapshot.display());
     }
@@ -176,7 +177,7 @@ pub(crate) enum Stored {
 
 impl Stored {
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
-        if is_packed(path) {
+        if packed::is_one(path) {
             return Ok(Self::Snapshot(Box::new(packed::open(path)?)));
         }
         let foreign = Foreign::open(path, None)?;

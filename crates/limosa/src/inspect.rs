@@ -8,7 +8,7 @@ use anyhow::{Context, anyhow, bail};
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use limosa_qemu::{BlockPlace, Mappers};
 use limosa_snapshot::{
-    BlockSummary, ByteOrder, DeviceSummary, Manifest, PackedSummary, SaveImageSummary, Snapshot, Summary,
+    BlockSummary, ByteOrder, DeviceSummary, Manifest, PackedImage, PackedSummary, SaveImageSummary, Snapshot, Summary,
 };
 use serde::Serialize;
 
@@ -18,6 +18,7 @@ use crate::checkpoints;
 use crate::compare;
 use crate::import::Stored;
 use crate::packed;
+use crate::remote;
 use crate::report;
 use crate::usage::misused;
 use crate::vm_state;
@@ -50,11 +51,17 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
         None => compare::open(&args.file)?,
     };
     let working_set = snapshot.as_ref().and_then(ShownWorkingSet::of);
-    let shown = Shown { summary, working_set, mapped_by: snapshot.as_ref().and_then(mappers) };
+    let is_remote = snapshot.as_ref().is_some_and(Snapshot::is_remote);
+    let images = snapshot.as_ref().map_or_else(|| Ok(Vec::new()), Snapshot::images)?;
+    let mapped_by = snapshot.as_ref().filter(|_| !is_remote).and_then(mappers);
+    let shown = Shown { summary, working_set, mapped_by, images, is_remote };
     if args.json {
-        print_out!("{}", serde_json::to_string(&shown)?);
+        let mut object = serde_json::to_value(&shown)?;
+        remote::add_cost(&mut object);
+        print_out!("{object}");
     } else {
         show(&shown);
+        remote::tell_cost();
     }
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
@@ -71,6 +78,12 @@ struct Shown {
     /// The processes that map a snapshot; none if they cannot be looked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     mapped_by: Option<Mappers>,
+    /// The images of a packed snapshot, the topmost one first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    images: Vec<PackedImage>,
+    /// Whether it is in an object store.
+    #[serde(skip)]
+    is_remote: bool,
 }
 
 /// Finds the processes that map a snapshot. A host without /proc has none that can be seen.
@@ -132,15 +145,16 @@ fn shell_word(word: &str) -> String {
     }
 }
 
-fn show(Shown { summary, working_set, mapped_by }: &Shown) {
+fn show(Shown { summary, working_set, mapped_by, images, is_remote }: &Shown) {
     print_out!(
-        "{}: {} ({} on disk)",
+        "{}: {} ({} {})",
         summary.path,
         quantity::bytes(summary.length),
-        quantity::bytes(summary.allocated)
+        quantity::bytes(summary.allocated),
+        if *is_remote { "in the store" } else { "on disk" }
     );
     if let Some(packed) = &summary.packed {
-        show_packed(packed);
+        show_packed(packed, images, *is_remote);
     }
     print_out!("machine       {}", summary.machine);
     if !summary.capabilities.is_empty() {
@@ -176,13 +190,30 @@ fn show(Shown { summary, working_set, mapped_by }: &Shown) {
     }
 }
 
-fn show_packed(packed: &PackedSummary) {
+fn show_packed(packed: &PackedSummary, images: &[PackedImage], is_remote: bool) {
     let encrypted = if packed.encrypted { ", encrypted" } else { "" };
     let cluster = quantity::bytes(packed.cluster_size);
     print_out!("packed        {}, clusters of {cluster}{encrypted}", packed.compression);
-    for base in &packed.bases {
-        print_out!("              on {base}");
+    for (index, image) in images.iter().enumerate() {
+        print_out!(
+            "{}{}: {} of it, in {}",
+            if index == 0 { "images        " } else { "              on " },
+            image.name,
+            quantity::bytes(image.contents),
+            quantity::bytes(image.length)
+        );
     }
+    let total = |figure: fn(&PackedImage) -> u64| images.iter().map(figure).fold(0, u64::saturating_add);
+    let (contents, length) = (total(|image| image.contents), total(|image| image.length));
+    print_out!("ratio         {:.2}, of {}", share(contents, length), quantity::bytes(contents));
+    if is_remote {
+        print_out!("fetched       at most {} for all of it", quantity::bytes(length));
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people")]
+fn share(part: u64, whole: u64) -> f64 {
+    part as f64 / whole.max(1) as f64
 }
 
 fn show_save_image(image: &SaveImageSummary) {

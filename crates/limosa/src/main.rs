@@ -25,6 +25,7 @@ mod memory_limit;
 mod metrics;
 mod packaging;
 mod packed;
+mod packed_target;
 mod program;
 mod protect;
 mod receive;
@@ -82,7 +83,10 @@ fn main() -> ExitCode {
         Command::Balloon(args) => balloon::run(&args),
         Command::Completions(args) => packaging::completions(&args),
         Command::Man(args) => packaging::man(&args),
-        Command::Watchdog { arguments } => return limosa_qemu::run_watchdog(&arguments, remedy::WATCHDOG),
+        Command::Watchdog { arguments } => {
+            // Without a key: nobody but its user has it.
+            return limosa_qemu::run_watchdog(&arguments, remedy::WATCHDOG, &packed::access());
+        }
     };
     match result {
         Ok(code) => code,

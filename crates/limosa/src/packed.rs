@@ -11,9 +11,10 @@ use limosa_clone::copy_path;
 use limosa_console::{error_line, print_out, quantity, say};
 use limosa_control::JobKind;
 use limosa_image::luks::Passphrase;
+use limosa_image::reference::is_object;
 use limosa_pack::{
-    Base, PackEncryption, PackError, PackOptions, Packed, SnapshotDirectory, UnpackedFile, is_packed, open_snapshot,
-    pack, unpack,
+    Access, Base, PackEncryption, PackError, PackOptions, Packed, SnapshotDirectory, SnapshotFolder, UnpackedFile,
+    is_packed, open_snapshot, unpack,
 };
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Durability, Snapshot, UnnamedFile};
@@ -22,6 +23,8 @@ use serde_json::{Value, json};
 use crate::args::{HowPackedArgs, KeyArgs, PackArgs, UnpackArgs};
 use crate::img::object;
 use crate::job::JobHandles;
+use crate::packed_target::PackedTarget;
+use crate::remote;
 
 /// The key of encrypted snapshots; set once, before a command opens one.
 static KEY: OnceLock<Passphrase> = OnceLock::new();
@@ -48,17 +51,38 @@ pub(crate) fn directory_of(snapshot: &Path) -> anyhow::Result<(SnapshotDirectory
     Ok(SnapshotDirectory::of(snapshot, KEY.get().cloned())?)
 }
 
-/// Opens a snapshot, packed or not.
+/// Returns the means to open snapshots.
+pub(crate) fn access() -> Access {
+    Access::default().passphrase(KEY.get().cloned()).stores(remote::stores())
+}
+
+/// Returns the folder of these snapshots in an object store.
+pub(crate) fn folder(url: &Path) -> SnapshotFolder {
+    SnapshotFolder::new(&url.to_string_lossy(), &access())
+}
+
+/// Returns the folder of a snapshot in an object store, and its name there.
+pub(crate) fn folder_of(snapshot: &Path) -> anyhow::Result<(SnapshotFolder, OsString)> {
+    let found = snapshot.to_str().and_then(|url| SnapshotFolder::of(url, &access()));
+    found.with_context(|| format!("{}: is not the name of an object", snapshot.display()))
+}
+
+/// Whether a name is that of a packed snapshot or an object: one that is not opened as a file.
+pub(crate) fn is_one(name: &Path) -> bool {
+    is_object(name) || is_packed(name)
+}
+
+/// Opens a snapshot, packed or not, in a file or an object store.
 pub(crate) fn open(path: &Path) -> anyhow::Result<Snapshot> {
-    Ok(open_snapshot(path, KEY.get())?)
+    Ok(open_snapshot(path, &access())?)
 }
 
 /// Returns why a snapshot cannot be mapped, with the remedy.
 pub(crate) fn unmappable(snapshot: &Snapshot) -> String {
     let path = snapshot.path().display();
-    if snapshot.is_packed() {
+    if let Some(why) = snapshot.not_plain_reason() {
         let seal = if has_mappable_contents(snapshot) { "" } else { "; limosa snapshot seal FILE" };
-        return format!("{path}: is packed, and cannot be mapped; unpack it first: limosa unpack {path} FILE{seal}");
+        return format!("{path}: {why}, and cannot be mapped; unpack it first: limosa unpack {path} FILE{seal}");
     }
     format!(
         "{path}: was not made to be mapped (an older version or QEMU wrote it); make it so: limosa snapshot seal {path}"
@@ -70,13 +94,13 @@ fn has_mappable_contents(snapshot: &Snapshot) -> bool {
     snapshot.manifest().is_some_and(|manifest| manifest.mappable)
 }
 
-/// Returns a copy of a packed snapshot in the directory of its clones, which they can map: the one that is there, or a
-/// new one. `None`: the snapshot is not packed, or could not be mapped before it was.
+/// Returns a copy of a packed or remote snapshot in the directory of its clones, which they can map: the one that is
+/// there, or a new one. `None`: the snapshot needs no copy, or could not be mapped before it was packed.
 ///
 /// # Errors
 /// The copy cannot be made; a file there is not it.
 pub(crate) fn copy_to_map(snapshot: &Snapshot, clones: &Path) -> anyhow::Result<Option<Snapshot>> {
-    if !snapshot.is_packed() || !has_mappable_contents(snapshot) {
+    if snapshot.not_plain_reason().is_none() || !has_mappable_contents(snapshot) {
         return Ok(None);
     }
     let begun = Instant::now();
@@ -119,7 +143,7 @@ pub(crate) fn copy_to_map(snapshot: &Snapshot, clones: &Path) -> anyhow::Result<
 /// Opens the base of a new packed snapshot.
 pub(crate) fn open_base(args: &HowPackedArgs, target: &Path) -> anyhow::Result<Option<Base>> {
     let Some(path) = &args.base else { return Ok(None) };
-    let base = Base::open(path, KEY.get())?;
+    let base = Base::open(path, &access())?;
     base.check_beside(target)?;
     if args.encrypt && !base.is_encrypted() {
         say!(
@@ -178,16 +202,19 @@ pub(crate) fn run_pack(args: &PackArgs) -> anyhow::Result<ExitCode> {
     let options = options(&args.how, args.level, durability)?;
     let base = open_base(&args.how, &args.image)?;
     refuse_needed(&args.image, args.new.force)?;
+    let target = PackedTarget::prepare(&args.image, args.new.force)?;
     let snapshot = open(&args.snapshot)?;
     snapshot.lock_serving()?;
-    let pending = UnnamedFile::create(&args.image, args.new.force)?;
     let handles = JobHandles::with_socket(None, JobKind::Save, "packing", false)?;
-    let packed = pack(&snapshot, pending, base.as_ref(), &options, &handles.engine);
+    let packed = target.pack(&snapshot, base.as_ref(), &options, &handles.engine);
     drop(handles);
     let (packed, elapsed) = (packed?, begun.elapsed());
     tell_packed(&packed, elapsed);
+    remote::tell_cost();
     if args.new.json {
-        print_out!("{}", packed_object(&packed, elapsed));
+        let mut object = packed_object(&packed, elapsed);
+        remote::add_cost(&mut object);
+        print_out!("{object}");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -195,6 +222,7 @@ pub(crate) fn run_pack(args: &PackArgs) -> anyhow::Result<ExitCode> {
 pub(crate) fn run_unpack(args: &UnpackArgs) -> anyhow::Result<ExitCode> {
     define_key(&args.key)?;
     let begun = Instant::now();
+    remote::refuse_target(&args.snapshot, "give a file")?;
     refuse_one_file(&args.image, &args.snapshot)?;
     refuse_needed(&args.snapshot, args.new.force)?;
     let snapshot = open(&args.image)?;
@@ -212,18 +240,18 @@ pub(crate) fn run_unpack(args: &UnpackArgs) -> anyhow::Result<ExitCode> {
         quantity::time(elapsed),
         quantity::rate(*page_bytes, elapsed)
     );
+    remote::tell_cost();
     if args.new.json {
-        print_out!(
-            "{}",
-            json!({
-                "snapshot": path.to_string_lossy(),
-                "id": snapshot.id(),
-                "file_length": unpacked.length,
-                "page_bytes": page_bytes,
-                "elapsed_ms": quantity::millis(elapsed),
-                "gib_per_s": quantity::rate(*page_bytes, elapsed),
-            })
-        );
+        let mut object = json!({
+            "snapshot": path.to_string_lossy(),
+            "id": snapshot.id(),
+            "file_length": unpacked.length,
+            "page_bytes": page_bytes,
+            "elapsed_ms": quantity::millis(elapsed),
+            "gib_per_s": quantity::rate(*page_bytes, elapsed),
+        });
+        remote::add_cost(&mut object);
+        print_out!("{object}");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -238,7 +266,7 @@ fn refuse_one_file(source: &Path, target: &Path) -> anyhow::Result<()> {
 
 /// Describes a new packed snapshot.
 pub(crate) fn tell_packed(packed: &Packed, elapsed: Duration) {
-    let Packed { path, length, page_bytes, base_bytes, whole_because, .. } = packed;
+    let Packed { path, length, page_bytes, base_bytes, touched_bytes, whole_because, .. } = packed;
     say!(
         "packed {} ({} of pages in a file of {}, {:.0}%) in {}, {:.2} GiB/s",
         path.display(),
@@ -250,6 +278,9 @@ pub(crate) fn tell_packed(packed: &Packed, elapsed: Duration) {
     );
     if *base_bytes > 0 {
         say!("  {} are in the base as they are, and not stored again", quantity::bytes(*base_bytes));
+    }
+    if *touched_bytes > 0 {
+        say!("  its working set ({}) is in the image, and is fetched first", quantity::bytes(*touched_bytes));
     }
     if let Some(why) = whole_because {
         say!("  it does not stand on the base, and is whole: {why}");
@@ -264,6 +295,7 @@ pub(crate) fn packed_object(packed: &Packed, elapsed: Duration) -> Value {
         "page_bytes": packed.page_bytes,
         "own_bytes": packed.own_bytes,
         "base_bytes": packed.base_bytes,
+        "working_set_bytes": packed.touched_bytes,
         "whole_because": packed.whole_because,
         "elapsed_ms": quantity::millis(elapsed),
         "gib_per_s": quantity::rate(packed.page_bytes, elapsed),

@@ -2,12 +2,59 @@
 //!
 //! The client of stores is the feature `remote`. Without it every use of an object says so.
 
+use std::path::{Path, PathBuf};
+
+use anyhow::bail;
+use limosa_console::{quantity, say};
+use limosa_image::reference::is_object;
 use serde_json::Value;
 
 #[cfg(feature = "remote")]
-pub(crate) use with_client::{Staging, check, content, cost, expect, is_in_use, stay_out, stores, target};
+pub(crate) use with_client::{Staging, Url, check, content, cost, expect, is_in_use, stay_out, stores, target};
 #[cfg(not(feature = "remote"))]
-pub(crate) use without_client::{Staging, check, content, cost, expect, is_in_use, stay_out, stores, target};
+pub(crate) use without_client::{Staging, Url, check, content, cost, expect, is_in_use, stay_out, stores, target};
+
+/// The folder of files that become objects: `$TMPDIR`, or `/var/tmp`, which outlives a restart of the machine.
+pub(crate) fn staging_folder() -> PathBuf {
+    let folder = std::env::var_os("TMPDIR").filter(|folder| !folder.is_empty());
+    folder.map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from)
+}
+
+/// The end of an upload.
+#[cfg_attr(not(feature = "remote"), expect(dead_code, reason = "there are no uploads"))]
+pub(crate) enum Sent {
+    Whole {
+        length: u64,
+        requests: u64,
+    },
+    /// `is_kept`: the same upload can be continued.
+    Cancelled {
+        is_kept: bool,
+    },
+}
+
+/// Refuses a name of an object where a file is made.
+///
+/// # Errors
+/// It is one; `instead` says what to do.
+pub(crate) fn refuse_target(name: &Path, instead: &str) -> anyhow::Result<()> {
+    if is_object(name) {
+        bail!("{}: is an object of a store, and only packed snapshots become one: {instead}", name.display());
+    }
+    Ok(())
+}
+
+/// Tells people what objects have cost; nothing if there was none.
+pub(crate) fn tell_cost() {
+    let Some(cost) = cost() else { return };
+    let figure = |name: &str| cost[name].as_u64().unwrap_or(0);
+    say!(
+        "  object store: {} requests, {} received, {} sent",
+        quantity::count(figure("requests")),
+        quantity::bytes(figure("bytes-received")),
+        quantity::bytes(figure("bytes-sent"))
+    );
+}
 
 /// Adds what objects have cost to an object for programs.
 pub(crate) fn add_cost(object: &mut Value) {
@@ -20,24 +67,28 @@ pub(crate) fn add_cost(object: &mut Value) {
 mod with_client {
     use std::collections::BTreeMap;
     use std::ffi::OsStr;
+    use std::fs::File;
     use std::io;
-    use std::os::fd::{AsRawFd as _, OwnedFd};
+    use std::os::fd::AsRawFd as _;
     use std::path::PathBuf;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, OnceLock, Weak};
 
     use anyhow::Context as _;
-    use limosa_console::{parse, quantity, say};
-    use limosa_image::reference::{ObjectStores, OpenObject};
+    use limosa_console::{parse, say};
+    use limosa_image::reference::{ObjectEntry, ObjectStores, OpenObject};
     use limosa_remote::{
-        BlockCache, CacheOptions, ObjectUrl, RemoteCounters, RemoteError, RemoteFigures, RemoteObject, RemoteOptions,
-        UploadCounters, UploadOptions, check_target, upload,
+        BlockCache, CacheOptions, ListedObject, ObjectUrl, RemoteCounters, RemoteError, RemoteFigures, RemoteObject,
+        RemoteOptions, UploadCounters, UploadOptions, check_target, upload,
     };
     use limosa_storage::{FileOptions, FileStorage, Operation, Storage, StorageError};
     use parking_lot::Mutex;
     use serde_json::{Value, json};
 
-    use crate::img::interrupt;
+    use super::{Sent, staging_folder};
+
+    /// The name of an object.
+    pub(crate) type Url = ObjectUrl;
 
     /// The folder of the cache; empty: no cache.
     const CACHE_DIRECTORY: &str = "LIMOSA_CACHE_DIR";
@@ -116,7 +167,30 @@ mod with_client {
             OPENED.lock().add(url, &object);
             Ok(object)
         }
+
+        fn list(&self, folder: &str) -> Result<Vec<ObjectEntry>, StorageError> {
+            let found = limosa_remote::list(folder, &RemoteOptions::default().store)?;
+            LISTED.fetch_add(found.requests, Ordering::Relaxed);
+            let entry = |object: ListedObject| ObjectEntry {
+                url: object.url,
+                length: object.length,
+                modified: object.modified,
+            };
+            Ok(found.objects.into_iter().map(entry).collect())
+        }
+
+        fn remove(&self, url: &str) -> Result<(), StorageError> {
+            let failed = |error| StorageError::for_storage(Operation::Remove, &url.into(), error);
+            let parsed: ObjectUrl =
+                url.parse().map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidInput, error)))?;
+            let requests = limosa_remote::remove(&parsed, &RemoteOptions::default().store)?;
+            LISTED.fetch_add(requests, Ordering::Relaxed);
+            Ok(())
+        }
     }
+
+    /// Requests that were no part of reading or writing an object.
+    static LISTED: AtomicU64 = AtomicU64::new(0);
 
     /// The cache on local disk; `None`: not wanted, or it cannot be used, which is said once.
     fn cache() -> Option<Arc<BlockCache>> {
@@ -174,12 +248,13 @@ mod with_client {
     /// Returns what objects have cost until now; `None`: there was none.
     pub(crate) fn cost() -> Option<Value> {
         let (read, sent) = (OPENED.lock().sum(), *UPLOADED.lock());
-        if read.is_none() && sent.is_none() {
+        let listed = LISTED.load(Ordering::Relaxed);
+        if read.is_none() && sent.is_none() && listed == 0 {
             return None;
         }
         let (read, sent) = (read.unwrap_or_default(), sent.unwrap_or_default());
         Some(json!({
-            "requests": read.requests + sent.requests,
+            "requests": read.requests + sent.requests + listed,
             "bytes-received": read.bytes,
             "bytes-sent": sent.bytes,
             "retries": read.retries + sent.retries,
@@ -222,7 +297,7 @@ mod with_client {
     /// A file without a name, in which an image is made that becomes an object: its tables are written last and
     /// elsewhere, and an object is written once and in order.
     #[derive(Debug)]
-    pub(crate) struct Staging(OwnedFd);
+    pub(crate) struct Staging(File);
 
     impl Staging {
         /// Makes one, in `$TMPDIR` or `/var/tmp`.
@@ -231,11 +306,15 @@ mod with_client {
         /// The kernel's.
         pub(crate) fn new() -> anyhow::Result<Self> {
             use rustix::fs::{CWD, Mode, OFlags, openat};
-            let folder = std::env::var_os("TMPDIR").filter(|folder| !folder.is_empty());
-            let folder = folder.map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
+            let folder = staging_folder();
             let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
             let file = openat(CWD, &folder, flags, Mode::from_raw_mode(0o600));
-            Ok(Self(file.with_context(|| format!("{}: no temporary file (set TMPDIR)", folder.display()))?))
+            let file = file.with_context(|| format!("{}: no temporary file (set TMPDIR)", folder.display()))?;
+            Ok(Self(file.into()))
+        }
+
+        pub(crate) fn file(&self) -> &File {
+            &self.0
         }
 
         /// The name under which this process can open it.
@@ -243,30 +322,25 @@ mod with_client {
             format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
         }
 
-        /// Writes its contents to an object that must not exist. If a signal ends the command meanwhile, so does this.
+        /// Writes its contents to an object that must not exist. It ends when `cancelled` is set.
         ///
         /// # Errors
         /// The store's; it exists already.
-        pub(crate) fn upload(self, url: &ObjectUrl, quiet: bool) -> anyhow::Result<()> {
-            let file: Arc<dyn Storage> = FileStorage::from_fd(self.0, &url.to_string(), &FileOptions::default())?;
+        pub(crate) fn upload(self, url: &ObjectUrl, cancelled: Arc<AtomicBool>) -> anyhow::Result<Sent> {
+            let file: Arc<dyn Storage> =
+                FileStorage::from_fd(self.0.into(), &url.to_string(), &FileOptions::default())?;
             let mut options = upload_options();
-            options.cancelled = interrupt::stop();
-            let done = match upload(&file, url, &options) {
+            options.cancelled = cancelled;
+            match upload(&file, url, &options) {
+                Ok(done) => {
+                    *UPLOADED.lock() = Some(done.counters);
+                    Ok(Sent::Whole { length: done.length, requests: done.counters.requests })
+                }
                 Err(error) => match error.source.get_ref().and_then(|cause| cause.downcast_ref()) {
-                    Some(RemoteError::Cancelled { is_kept }) => {
-                        let remedy = if *is_kept { "; run the same command to continue the upload" } else { "" };
-                        interrupt::stopped(format!("{url}: interrupted{remedy}"))
-                    }
-                    _ => return Err(error.into()),
+                    Some(RemoteError::Cancelled { is_kept }) => Ok(Sent::Cancelled { is_kept: *is_kept }),
+                    _ => Err(error.into()),
                 },
-                Ok(done) => done,
-            };
-            *UPLOADED.lock() = Some(done.counters);
-            if !quiet {
-                let (length, requests) = (quantity::bytes(done.length), quantity::count(done.counters.requests));
-                say!("limosa: {url}: {length} written with {requests} requests");
             }
-            Ok(())
         }
     }
 }
@@ -275,10 +349,15 @@ mod with_client {
 mod without_client {
     use std::convert::Infallible;
     use std::ffi::OsStr;
+    use std::fs::File;
     use std::path::PathBuf;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
 
     use limosa_image::reference::ObjectStores;
     use serde_json::Value;
+
+    use super::Sent;
 
     pub(crate) fn stores() -> ObjectStores {
         ObjectStores::default()
@@ -311,6 +390,8 @@ mod without_client {
     #[derive(Debug)]
     pub(crate) struct Staging(Infallible);
 
+    pub(crate) type Url = Infallible;
+
     impl Staging {
         pub(crate) fn new() -> anyhow::Result<Self> {
             anyhow::bail!("this program has no client of object stores")
@@ -320,7 +401,11 @@ mod without_client {
             match self.0 {}
         }
 
-        pub(crate) fn upload(self, _: &Infallible, _: bool) -> anyhow::Result<()> {
+        pub(crate) fn file(&self) -> &File {
+            match self.0 {}
+        }
+
+        pub(crate) fn upload(self, _: &Infallible, _: Arc<AtomicBool>) -> anyhow::Result<Sent> {
             match self.0 {}
         }
     }

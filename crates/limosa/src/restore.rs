@@ -24,6 +24,7 @@ use crate::import::Stored;
 use crate::job::{self, JobHandles};
 use crate::packed;
 use crate::remedy;
+use crate::remote;
 use crate::report;
 use crate::usage::misused;
 use crate::working_set::{Recorded, Recording, StopSignals, WorkingSetUse, read_ahead_object, tell_read_ahead};
@@ -145,10 +146,12 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
     }
     recorded.iter().flatten().for_each(Recorded::tell);
     read_ahead.iter().for_each(tell_read_ahead);
+    remote::tell_cost();
     if args.job.json && recorded.is_ok() && clock::failure(&outcome, wish).is_none() {
         let mut object = object(&report, &outcome);
         object["recorded_working_set"] = recorded.iter().flatten().next().map_or(Value::Null, Recorded::object);
         object["read_ahead"] = read_ahead.as_ref().map_or(Value::Null, read_ahead_object);
+        remote::add_cost(&mut object);
         print_out!("{object}");
     }
     if let Some(why) = clock::failure(&outcome, wish) {

@@ -9,19 +9,23 @@ use std::time::Instant;
 use anyhow::bail;
 use limosa_clone::SavedDisks;
 use limosa_control::JobKind;
-use limosa_pack::{Base, DEFAULT_LEVEL, PackOptions, Packed, pack};
+use limosa_image::reference::is_object;
+use limosa_pack::{Base, DEFAULT_LEVEL, PackOptions, Packed};
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{
     DiskPolicy, JobError, NotConverging, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, Watchdog,
     save,
 };
-use limosa_snapshot::{Disk, Durability, HeldSnapshot, Snapshot, Transport, UnnamedFile};
+use limosa_snapshot::{Disk, Durability, HeldSnapshot, Snapshot, Transport};
 use serde_json::json;
+use uuid::Uuid;
 
 use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, TransportArg};
 use crate::job::{self, JobHandles};
 use crate::packed;
+use crate::packed_target::PackedTarget;
+use crate::remote;
 use crate::report;
 use crate::usage::misused;
 use limosa_console::{error_line, print_out, say};
@@ -34,6 +38,7 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     if how.base.is_some() || how.encrypt || how.cluster_size.is_some() {
         misused("--base, --encrypt and --cluster-size are for a packed snapshot: add --pack zstd");
     }
+    remote::refuse_target(&args.snapshot, "add --pack zstd")?;
     let monitor = job::connect(&args.job.qmp)?;
     let handles = JobHandles::new(&args.job, JobKind::Save, "saving", false)?;
     let (report, _) = save_with(&monitor, &args.snapshot, &options(args), handles)?;
@@ -56,7 +61,7 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     packed::refuse_needed(target, args.new.force)?;
     let plain = plain_beside(target);
     settle_interrupted(&plain, target)?;
-    let pending = UnnamedFile::create(target, args.new.force)?;
+    let prepared = PackedTarget::prepare(target, args.new.force)?;
     if args.how_packed.encrypt {
         say!(
             "limosa: {}: is in the clear until it is packed, and on the disk until its blocks are reused",
@@ -83,7 +88,7 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
         }
     };
     drop(monitor);
-    let packed = match pack_plain(args, &plain, pending, base.as_ref(), &packing) {
+    let packed = match pack_plain(args, &plain, prepared, base.as_ref(), &packing) {
         Ok(packed) => packed,
         Err(error) => {
             needed.unmark_needed();
@@ -97,6 +102,7 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     };
     tell(&report);
     packed::tell_packed(&packed, begun.elapsed());
+    remote::tell_cost();
     // The VM is saved, also if the plain file cannot be removed.
     match HeldSnapshot::lock(&plain).and_then(HeldSnapshot::remove) {
         Ok(()) => plain_needed.unmark_needed(),
@@ -106,6 +112,7 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
         let mut object = object(&report);
         object["snapshot"] = packed.path.to_string_lossy().into();
         object["packed"] = packed::packed_object(&packed, begun.elapsed());
+        remote::add_cost(&mut object);
         print_out!("{object}");
     }
     Ok(ExitCode::SUCCESS)
@@ -115,14 +122,14 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
 fn pack_plain(
     args: &SaveArgs,
     plain: &Path,
-    pending: UnnamedFile,
+    target: PackedTarget,
     base: Option<&Base>,
     packing: &PackOptions,
 ) -> anyhow::Result<Packed> {
     let snapshot = Snapshot::open(plain)?;
     snapshot.lock_serving()?;
     let handles = JobHandles::with_socket(args.job.steer.control.as_deref(), JobKind::Save, "packing", false)?;
-    let packed = pack(&snapshot, pending, base, packing, &handles.engine)?;
+    let packed = target.pack(&snapshot, base, packing, &handles.engine)?;
     drop(handles);
     let found = packed::open(&packed.path)?;
     found.check_restorable()?;
@@ -159,10 +166,16 @@ fn settle_interrupted(plain: &Path, target: &Path) -> anyhow::Result<()> {
     )
 }
 
-/// Returns the name of the plain snapshot that a packed one is made of.
+/// Returns the name of the plain snapshot that a packed one is made of. That of an object is made of its URL, so that
+/// it is found again after a kill.
 fn plain_beside(target: &Path) -> PathBuf {
+    const SUFFIX: &str = ".unpacked";
+    if is_object(target) {
+        let name = Uuid::new_v5(&Uuid::NAMESPACE_URL, target.as_os_str().as_encoded_bytes());
+        return remote::staging_folder().join(format!("limosa-{name}{SUFFIX}"));
+    }
     let mut name = target.file_name().unwrap_or_default().to_os_string();
-    name.push(".unpacked");
+    name.push(SUFFIX);
     target.with_file_name(name)
 }
 

@@ -21,6 +21,7 @@ use crate::import::Stored;
 use crate::job::JobHandles;
 use crate::packed;
 use crate::remedy;
+use crate::remote;
 use crate::report;
 use crate::restore;
 use crate::usage::misused;
@@ -66,8 +67,11 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     drop(handles);
     let sent = sent?;
     tell(args, &sent);
+    remote::tell_cost();
     if args.endpoint.json {
-        print_out!("{}", object(&sent));
+        let mut object = object(&sent);
+        remote::add_cost(&mut object);
+        print_out!("{object}");
     }
     Ok(ExitCode::SUCCESS)
 }

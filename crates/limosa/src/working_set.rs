@@ -11,7 +11,7 @@ use anyhow::{Context, bail};
 use limosa_console::{quantity, say};
 use limosa_page::{PAGE_SIZE, error_with_causes};
 use limosa_qemu::{MappedRecording, MappedVm};
-use limosa_snapshot::{ReadAhead, ReadAheadReport, Snapshot, SnapshotError, WorkingSet, WorkingSetFile};
+use limosa_snapshot::{ReadAhead, ReadAheadReport, RecordedMode, Snapshot, SnapshotError, WorkingSet, WorkingSetFile};
 use serde::Serialize;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -65,6 +65,9 @@ impl WorkingSetUse {
             }
             Ok(set) => set,
         };
+        if set.is_none() && !off {
+            snapshot.fetch_changes_ahead();
+        }
         Ok(Self { set, reads_ahead: on, record: None })
     }
 
@@ -206,6 +209,12 @@ impl ShownWorkingSet {
 impl fmt::Display for ShownWorkingSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
+            Ok(set) if set.mode == RecordedMode::Image => write!(
+                f,
+                "{} pages ({}), in the image",
+                quantity::count(set.pages()),
+                quantity::bytes(set.pages().saturating_mul(PAGE_SIZE))
+            ),
             Ok(set) => write!(
                 f,
                 "{} pages ({}), recorded {} from a {} guest within {}",
@@ -227,8 +236,8 @@ impl Serialize for ShownWorkingSet {
                 "pages": set.pages(),
                 "ranges": set.ranges.len(),
                 "mode": <&str>::from(set.mode),
-                "recorded": set.begun,
-                "recorded_ms": quantity::millis(set.duration),
+                "recorded": (set.begun > 0).then_some(set.begun),
+                "recorded_ms": (!set.duration.is_zero()).then(|| quantity::millis(set.duration)),
             }),
             Err(error) => json!({ "error": error_with_causes(error) }),
         };

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use limosa_image::Disk;
-use limosa_image::luks::Passphrase;
+use limosa_image::reference::is_object;
 use limosa_page::directory_of;
 use limosa_snapshot::{Snapshot, SnapshotBytes};
 
@@ -14,52 +14,81 @@ use crate::chain::{Chain, Level};
 use crate::contents::layout_difference;
 use crate::error::PackError;
 use crate::head::is_image;
-use crate::image::DEPTH_LIMIT;
-use crate::open::open_file;
+use crate::image::{DEPTH_LIMIT, Image};
+use crate::open::{Access, open_file};
 use crate::record::BaseRecord;
+use crate::remote::{self, PackedObject};
 
 /// A packed snapshot that others are compared with.
 #[derive(Debug)]
 pub struct Base {
+    /// Its path or URL.
     path: PathBuf,
     snapshot: Snapshot,
-    bytes: Arc<UnpackedBytes>,
-    disk: Arc<dyn Disk>,
+    place: Place,
     record: BaseRecord,
-    depth: usize,
+}
+
+/// Where the images of its chain are.
+#[derive(Debug)]
+enum Place {
+    Files(Arc<UnpackedBytes>),
+    /// How they are opened again.
+    Objects(Arc<PackedObject>, Access),
+}
+
+impl Place {
+    /// The images, the topmost one first.
+    fn images(&self) -> Vec<&Image> {
+        match self {
+            Self::Files(bytes) => bytes.chain().levels.iter().map(AsRef::as_ref).collect(),
+            Self::Objects(object, _) => object.images().iter().collect(),
+        }
+    }
 }
 
 impl Base {
-    /// Opens a packed snapshot as a base, and takes the lock of a server on it and on all that it stands on, so that
-    /// nothing replaces these meanwhile.
+    /// Opens a packed snapshot as a base. If it is in files, this takes the lock of a server on it and on all that it
+    /// stands on, so that nothing replaces these meanwhile.
     ///
     /// # Errors
     /// As [`open_snapshot`](crate::open_snapshot); it is not packed, by another program, or was written to; its
     /// chain would have more than [`DEPTH_LIMIT`] images.
-    pub fn open(path: &Path, passphrase: Option<&Passphrase>) -> Result<Self, PackError> {
+    pub fn open(path: &Path, access: &Access) -> Result<Self, PackError> {
         let unsupported = |what: String| PackError::Unsupported { path: path.to_path_buf(), what };
-        let file = open_file(path)?;
-        if !is_image(&file) {
-            return Err(unsupported("a base is a packed snapshot; pack it first".to_owned()));
-        }
-        let chain = Chain::open(&file, path, passphrase)?;
-        let record = chain.top().identity()?;
+        let not_packed = || unsupported("a base is a packed snapshot; pack it first".to_owned());
+        let (place, snapshot) = if is_object(path) {
+            let object = Arc::new(remote::open_packed(path, access)?.ok_or_else(not_packed)?);
+            let bytes = Arc::clone(&object) as Arc<dyn SnapshotBytes>;
+            (Place::Objects(object, access.clone()), Snapshot::from_remote(path, bytes)?)
+        } else {
+            let file = open_file(path)?;
+            if !is_image(&file) {
+                return Err(not_packed());
+            }
+            let files = Arc::new(UnpackedBytes::new(Chain::open(&file, path, access.passphrase.as_ref())?));
+            let bytes = Arc::clone(&files) as Arc<dyn SnapshotBytes>;
+            (Place::Files(files), Snapshot::from_packed(file, path, bytes)?)
+        };
+        let images = place.images();
+        let record = images.first().map(|top| top.identity()).transpose()?.flatten();
         let record = record.ok_or_else(|| unsupported("another program made the image; pack it again".to_owned()))?;
-        let depth = chain.levels.len();
+        let depth = images.len();
         if depth >= DEPTH_LIMIT {
             let what = format!("{depth} images are in its chain, which is the most; use another base");
             return Err(unsupported(what));
         }
-        let disk = Arc::clone(&chain.disk) as Arc<dyn Disk>;
-        let bytes = Arc::new(UnpackedBytes::new(chain));
-        let snapshot = Snapshot::from_packed(file, path, Arc::clone(&bytes) as Arc<dyn SnapshotBytes>)?;
         snapshot.check_restorable()?;
         snapshot.lock_serving()?;
-        let path = std::fs::canonicalize(path).map_err(PackError::io("find it", path))?;
-        Ok(Self { path, snapshot, bytes, disk, record, depth })
+        let path = match place {
+            Place::Files(_) => std::fs::canonicalize(path).map_err(PackError::io("find it", path))?,
+            Place::Objects(..) => path.to_path_buf(),
+        };
+        Ok(Self { path, snapshot, place, record })
     }
 
-    /// Checks that an increment in this place can stand on it: a base is in the directory of its increments.
+    /// Checks that an increment in this place can stand on it: a base is in the directory of its increments, or beside
+    /// them in their store.
     ///
     /// # Errors
     /// It is in another directory, or would be replaced.
@@ -69,9 +98,16 @@ impl Base {
             base: self.path.display().to_string(),
             what: what.to_owned(),
         };
-        let directory =
-            std::fs::canonicalize(directory_of(target)).map_err(PackError::io("find its directory", target))?;
-        if self.path.parent() != Some(&directory) {
+        let is_beside = match (&self.place, is_object(target)) {
+            (Place::Files(_), false) => {
+                let directory =
+                    std::fs::canonicalize(directory_of(target)).map_err(PackError::io("find its directory", target))?;
+                self.path.parent() == Some(&directory)
+            }
+            (Place::Objects(..), true) => self.path.parent() == target.parent(),
+            _ => false,
+        };
+        if !is_beside {
             return Err(refused("is in another directory; a snapshot and its base are kept together"));
         }
         if target.file_name() == self.path.file_name() || self.stands_on(target) {
@@ -86,26 +122,43 @@ impl Base {
         Ok(layout_difference(snapshot, &self.snapshot).map_or(Ok(self), Err))
     }
 
-    /// Its levels, the topmost one first.
+    /// The files of its chain, the topmost one first.
     pub(crate) fn levels(&self) -> &[Level] {
-        &self.bytes.chain().levels
+        match &self.place {
+            Place::Files(bytes) => &bytes.chain().levels,
+            Place::Objects(..) => &[],
+        }
     }
 
-    /// Whether this file is in its chain.
+    /// Whether this file or object is in its chain.
     pub(crate) fn stands_on(&self, path: &Path) -> bool {
-        let levels = self.levels();
-        std::fs::metadata(path).is_ok_and(|file| levels.iter().any(|level| level.is_file(&file)))
+        match &self.place {
+            Place::Files(bytes) => {
+                let levels = &bytes.chain().levels;
+                std::fs::metadata(path).is_ok_and(|file| levels.iter().any(|level| level.is_file(&file)))
+            }
+            Place::Objects(object, _) => object.images().iter().any(|image| image.path == path),
+        }
     }
 
     /// Whether a part of it is encrypted.
     #[must_use]
     pub fn is_encrypted(&self) -> bool {
-        self.levels().iter().any(|level| level.is_encrypted())
+        self.place.images().iter().any(|image| image.is_encrypted())
     }
 
-    /// Checks that all files of its chain still have their names and contents.
+    /// Checks that its whole chain still has its names and contents.
     pub(crate) fn check_still_there(&self) -> Result<(), PackError> {
-        self.levels().iter().try_for_each(Level::check_still_there)
+        let Place::Objects(_, access) = &self.place else {
+            return self.levels().iter().try_for_each(Level::check_still_there);
+        };
+        let now = remote::open_packed(&self.path, access)?;
+        let record = now.and_then(|now| now.images().first().map(Image::identity)).transpose()?.flatten();
+        if record == Some(self.record) {
+            return Ok(());
+        }
+        let what = "it was replaced meanwhile".to_owned();
+        Err(PackError::Unsupported { path: self.path.clone(), what })
     }
 
     /// The snapshot.
@@ -116,12 +169,15 @@ impl Base {
 
     /// Number of images in its chain.
     #[must_use]
-    pub const fn depth(&self) -> usize {
-        self.depth
+    pub fn depth(&self) -> usize {
+        self.place.images().len()
     }
 
     pub(crate) fn disk(&self) -> Arc<dyn Disk> {
-        Arc::clone(&self.disk)
+        match &self.place {
+            Place::Files(bytes) => Arc::clone(&bytes.chain().disk) as Arc<dyn Disk>,
+            Place::Objects(object, _) => Arc::clone(object.contents()) as Arc<dyn Disk>,
+        }
     }
 
     pub(crate) const fn record(&self) -> BaseRecord {

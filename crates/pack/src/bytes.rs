@@ -2,17 +2,22 @@
 
 use std::error::Error;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
 use limosa_channel::Counters;
-use limosa_image::Disk;
-use limosa_snapshot::{PackedSummary, SnapshotBytes};
+use limosa_image::qcow2::Qcow2;
+use limosa_image::{BlockStatus, Disk, GuestOffset};
+use limosa_snapshot::{PackedImage, PackedSummary, SnapshotBytes};
+use limosa_storage::block_on;
 
 use crate::chain::Chain;
+use crate::error::PackError;
 use crate::image::Image;
+use crate::touched;
 use crate::unpacked_disk::UnpackedDisk;
 
 /// Bytes of the images of a chain.
@@ -49,6 +54,26 @@ pub(crate) fn summary<'a>(images: impl Iterator<Item = &'a Image>) -> Option<Pac
     Some(summary)
 }
 
+/// Says what of a disk is read from each of its images, the topmost one first.
+pub(crate) fn shares<'a>(disk: &Qcow2, images: impl Iterator<Item = &'a Image>) -> Result<Vec<PackedImage>, PackError> {
+    let image = |image: &Image| {
+        let length = image.head.contents.length().map_err(PackError::storage)?;
+        Ok(PackedImage { name: image.path.display().to_string(), length, contents: 0 })
+    };
+    let mut shares: Vec<_> = images.map(image).collect::<Result<_, PackError>>()?;
+    let mut at = 0;
+    while at < disk.len() {
+        let found = block_on(disk.map(GuestOffset(at), disk.len() - at))?;
+        if matches!(found.kind, BlockStatus::Data | BlockStatus::Compressed)
+            && let Some(share) = shares.get_mut(usize::try_from(found.depth).unwrap_or(usize::MAX))
+        {
+            share.contents = share.contents.saturating_add(found.length);
+        }
+        at = at.saturating_add(found.length.max(1));
+    }
+    Ok(shares)
+}
+
 impl SnapshotBytes for UnpackedBytes {
     fn length(&self) -> u64 {
         self.disk.length()
@@ -56,6 +81,10 @@ impl SnapshotBytes for UnpackedBytes {
 
     fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>> {
         self.disk.read_exact_at(into, offset)
+    }
+
+    fn touched(&self) -> Result<Option<Vec<Range<u64>>>, Box<dyn Error + Send + Sync>> {
+        Ok(touched::of(&self.chain.disk)?)
     }
 
     fn find_change(&self) -> Option<String> {
@@ -75,6 +104,10 @@ impl SnapshotBytes for UnpackedBytes {
             sum.bytes_in = sum.bytes_in.saturating_add(counted.bytes);
         }
         sum
+    }
+
+    fn images(&self) -> Result<Vec<PackedImage>, Box<dyn Error + Send + Sync>> {
+        Ok(shares(&self.chain.disk, self.chain.levels.iter().map(AsRef::as_ref))?)
     }
 
     fn packed(&self) -> Option<PackedSummary> {

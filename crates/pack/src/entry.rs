@@ -1,10 +1,14 @@
-//! A snapshot of a directory, as a list and a plan have it.
+//! A snapshot of a directory or of a folder of a store, as a list and a plan have it.
 
 use std::ffi::OsString;
 use std::time::SystemTime;
 
+use limosa_page::PAGE_SIZE;
+use limosa_snapshot::{Snapshot, SnapshotError};
 use limosa_storage::FileIdentity;
 use uuid::Uuid;
+
+use crate::error::PackError;
 
 /// A snapshot of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,9 +59,48 @@ pub struct SnapshotFile {
 }
 
 impl SnapshotEntry {
+    /// An entry that has a name, and is not looked into yet.
+    pub(crate) const fn new(name: OsString) -> Self {
+        Self {
+            name,
+            file: None,
+            id: None,
+            vm: String::new(),
+            vm_name: None,
+            saved: 0,
+            written: SystemTime::UNIX_EPOCH,
+            allocated: 0,
+            page_bytes: 0,
+            is_packed: false,
+            is_encrypted: false,
+            base: None,
+            is_base_known: false,
+            fault: None,
+        }
+    }
+
     /// The snapshot as a plan has it.
     #[must_use]
     pub fn planned(&self) -> SnapshotFile {
         SnapshotFile { name: self.name.clone(), file: self.file, id: self.id, allocated: self.allocated }
     }
+}
+
+/// Adds what the snapshot itself says.
+pub(crate) fn fill(entry: &mut SnapshotEntry, snapshot: &Snapshot) {
+    entry.id = Some(snapshot.id());
+    entry.page_bytes = snapshot.stored_pages().saturating_mul(PAGE_SIZE);
+    if let Some(manifest) = snapshot.manifest() {
+        let uuid = manifest.vm_uuid.map(|uuid| uuid.to_string());
+        entry.vm_name.clone_from(&manifest.vm_name);
+        entry.vm = uuid.or_else(|| manifest.vm_name.clone()).unwrap_or_default();
+        if manifest.finished > 0 {
+            entry.saved = manifest.finished;
+        }
+    }
+}
+
+/// Whether a file was a snapshot once.
+pub(crate) fn is_cut_snapshot(error: &PackError) -> bool {
+    matches!(error, PackError::Snapshot(SnapshotError::Structure { .. }) | PackError::Base { .. })
 }

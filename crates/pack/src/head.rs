@@ -39,6 +39,12 @@ pub(crate) fn is_encrypted(file: &File) -> bool {
     start_of_file(file).is_some_and(|start| start == luks::MAGIC)
 }
 
+/// Returns whether a storage begins as such an image.
+pub(crate) fn starts_as_image(storage: &dyn Storage) -> Result<bool, PackError> {
+    let start = start_of(storage)?;
+    Ok(start.starts_with(&MAGIC) || start == luks::MAGIC)
+}
+
 /// `None`: it is shorter, or cannot be read at an offset, as a pipe cannot.
 fn start_of_file(file: &File) -> Option<Start> {
     use std::os::unix::fs::FileExt as _;

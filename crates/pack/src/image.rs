@@ -30,6 +30,12 @@ pub(crate) struct Image {
     pub(crate) head: Head,
 }
 
+impl AsRef<Self> for Image {
+    fn as_ref(&self) -> &Self {
+        self
+    }
+}
+
 /// Why an image is not the base.
 enum Found {
     Another(String),

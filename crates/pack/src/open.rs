@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use limosa_image::luks::Passphrase;
+use limosa_image::reference::{ObjectStores, is_object};
 use limosa_snapshot::Snapshot;
 use limosa_storage::FileIdentity;
 use rustix::fs::MemfdFlags;
@@ -14,19 +15,48 @@ use crate::bytes::UnpackedBytes;
 use crate::chain::Chain;
 use crate::error::PackError;
 use crate::head::is_image;
+use crate::remote;
 
 /// How often a snapshot is opened again that another limosa replaces at that moment.
 const TRIES: usize = 5;
 
-/// Opens a snapshot: a mapped-ram file, or one that is packed into an image, with the images that it stands on.
+/// The means to open snapshots that not everybody can open.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Access {
+    /// The passphrase of all encrypted images of a chain; a snapshot that is not encrypted needs none.
+    pub passphrase: Option<Passphrase>,
+    /// The client of object stores.
+    pub stores: ObjectStores,
+}
+
+impl Access {
+    /// Sets `passphrase`.
+    #[must_use]
+    pub fn passphrase(self, passphrase: Option<Passphrase>) -> Self {
+        Self { passphrase, ..self }
+    }
+
+    /// Sets `stores`.
+    #[must_use]
+    pub fn stores(self, stores: ObjectStores) -> Self {
+        Self { stores, ..self }
+    }
+}
+
+/// Opens a snapshot: a mapped-ram file, or one that is packed into an image, with the images that it stands on; in a
+/// file, or with a URL as its name ([`is_object`]) in an object store.
 ///
-/// The passphrase opens all encrypted images of a chain; a snapshot that is not encrypted needs none. Takes no lock:
-/// see [`Snapshot::lock_serving`].
+/// Takes no lock: see [`Snapshot::lock_serving`]. Objects have none; one that is replaced is an error of each read.
 ///
 /// # Errors
 /// As [`Snapshot::open`]; a file that looks like an image but holds no snapshot; a missing or wrong passphrase; a base
-/// that is missing, was changed, or is another one.
-pub fn open_snapshot(path: &Path, passphrase: Option<&Passphrase>) -> Result<Snapshot, PackError> {
+/// that is missing, was changed, or is another one; the store's.
+pub fn open_snapshot(path: &Path, access: &Access) -> Result<Snapshot, PackError> {
+    if is_object(path) {
+        return remote::open(path, access);
+    }
+    let passphrase = access.passphrase.as_ref();
     let mut tries = 0;
     loop {
         let file = open_file(path)?;

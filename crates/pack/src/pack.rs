@@ -3,9 +3,10 @@
 //! Law: the image appears whole or not at all, and its contents are the mapped-ram file byte by byte, but for old bytes
 //! in the places of pages that are not stored. Memory is bounded: a piece and what it compresses to, for each thread.
 
+use std::fs::File;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -25,6 +26,7 @@ use crate::contents::Contents;
 use crate::error::PackError;
 use crate::pieces::{PIECE, for_each_piece, runs};
 use crate::record::{Record, TableDigest};
+use crate::touched;
 
 /// The most bytes of a LUKS header that is taken over: eight key slots take 2 MiB.
 const LUKS_HEADER_MOST: u64 = 16 << 20;
@@ -86,6 +88,9 @@ pub struct Packed {
     pub own_bytes: u64,
     /// Bytes that are the base's.
     pub base_bytes: u64,
+    /// Bytes that its guest will touch first, by the working set of the snapshot: it is kept in the image. 0: there is
+    /// none.
+    pub touched_bytes: u64,
     /// Why all of it is in the file although a base was given.
     pub whole_because: Option<String>,
 }
@@ -102,9 +107,36 @@ pub fn pack(
     options: &PackOptions,
     handle: &Handle,
 ) -> Result<Packed, PackError> {
-    let new = NewFile { pending: &pending, inherited: &Inherited::default() };
+    let new = NewFile { file: pending.file(), target: pending.target(), inherited: &Inherited::default() };
     let mut packed = write(snapshot, &new, base, options, handle)?;
     packed.path = pending.publish(options.durability)?;
+    handle.progress.set_phase(Phase::Completed);
+    Ok(packed)
+}
+
+/// A file without a name that becomes an object of a store: an object is written once and in order, and the tables of
+/// an image are written last.
+#[derive(Debug, Clone, Copy)]
+pub struct ObjectFile<'a> {
+    /// The file: empty, open for reading and writing.
+    pub file: &'a File,
+    /// The URL that it will have.
+    pub url: &'a Path,
+}
+
+/// Packs a snapshot into a file that becomes an object. A base is an object beside that.
+///
+/// # Errors
+/// As [`pack()`]. The file is of no use then.
+pub fn pack_object(
+    snapshot: &Snapshot,
+    object: ObjectFile<'_>,
+    base: Option<&Base>,
+    options: &PackOptions,
+    handle: &Handle,
+) -> Result<Packed, PackError> {
+    let new = NewFile { file: object.file, target: object.url, inherited: &Inherited::default() };
+    let packed = write(snapshot, &new, base, options, handle)?;
     handle.progress.set_phase(Phase::Completed);
     Ok(packed)
 }
@@ -121,7 +153,9 @@ pub(crate) struct Inherited {
 /// The file that a snapshot is packed into: it has no name yet.
 #[derive(Debug)]
 pub(crate) struct NewFile<'a> {
-    pub(crate) pending: &'a UnnamedFile,
+    pub(crate) file: &'a File,
+    /// The path or URL that it will have.
+    pub(crate) target: &'a Path,
     pub(crate) inherited: &'a Inherited,
 }
 
@@ -154,10 +188,9 @@ pub(crate) fn write(
     options: &PackOptions,
     handle: &Handle,
 ) -> Result<Packed, PackError> {
-    let NewFile { pending, inherited } = new;
+    let NewFile { file, target, inherited } = new;
     snapshot.check_restorable()?;
-    let target = pending.target().to_path_buf();
-    let base = base.map(|base| base.admit(snapshot, &target)).transpose()?;
+    let base = base.map(|base| base.admit(snapshot, target)).transpose()?;
     let (base, whole_because) = match base {
         Some(Ok(base)) => (Some(base), None),
         Some(Err(why)) => (None, Some(why)),
@@ -166,12 +199,12 @@ pub(crate) fn write(
     if let Some(base) =
         base.filter(|base| base.is_encrypted() && options.encryption.is_none() && inherited.luks.is_none())
     {
-        return Err(PackError::Unencrypted { path: target, base: base.name().display().to_string() });
+        return Err(PackError::Unencrypted { path: target.to_path_buf(), base: base.name().display().to_string() });
     }
     let contents = Contents::new(snapshot);
     let size = contents.length().next_multiple_of(SECTOR);
     let cluster = options.cluster_size.unwrap_or(if base.is_some() { INCREMENT_CLUSTER_SIZE } else { CLUSTER_SIZE });
-    let storage = storage(pending, options.encryption.as_ref(), inherited.luks.as_ref())?;
+    let storage = storage(new, options.encryption.as_ref())?;
     let create = CreateOptions::default()
         .size(size)
         .cluster_size(cluster)
@@ -206,6 +239,7 @@ pub(crate) fn write(
     let (own_bytes, base_bytes) = (packer.own_bytes.into_inner(), packer.base_bytes.into_inner());
     block_on(disk.close())?;
     drop(disk);
+    let touched_bytes = touched::put(snapshot, &*storage, (size, cluster))?;
     // A decrypted disk is whole sectors long.
     let length = storage.length().map_err(PackError::storage)?;
     block_on(storage.set_len(length.next_multiple_of(SECTOR))).map_err(PackError::storage)?;
@@ -221,24 +255,19 @@ pub(crate) fn write(
     // It may have been hours.
     base.map_or(Ok(()), Base::check_still_there)?;
     handle.control.check().map_err(PackError::Cancelled)?;
-    let length = pending.file().metadata().map_err(PackError::io("look at it", &target))?.len();
+    let length = file.metadata().map_err(PackError::io("look at it", target))?.len();
     let page_bytes = snapshot.stored_pages().saturating_mul(PAGE_SIZE);
-    Ok(Packed { path: target, length, page_bytes, own_bytes, base_bytes, whole_because })
+    Ok(Packed { path: target.to_path_buf(), length, page_bytes, own_bytes, base_bytes, touched_bytes, whole_because })
 }
 
 /// The new file as the storage of an image: as it is, or encrypted.
-fn storage(
-    pending: &UnnamedFile,
-    encryption: Option<&PackEncryption>,
-    inherited: Option<&LuksHeader>,
-) -> Result<Arc<dyn Storage>, PackError> {
-    let target = pending.target();
-    let copy =
-        pending.file().as_fd().try_clone_to_owned().map_err(PackError::io("duplicate its descriptor", target))?;
+fn storage(new: &NewFile<'_>, encryption: Option<&PackEncryption>) -> Result<Arc<dyn Storage>, PackError> {
+    let NewFile { file, target, inherited } = new;
+    let copy = file.as_fd().try_clone_to_owned().map_err(PackError::io("duplicate its descriptor", target))?;
     // Nobody else knows it, and its compressed clusters are copied into the page cache in small pieces.
     let options = FileOptions { io: Io::CallerThread, lock: LockPolicy::None, ..FileOptions::default() };
     let file = FileStorage::from_fd(copy, &target.display().to_string(), &options).map_err(PackError::storage)?;
-    let passphrase = match (inherited, encryption) {
+    let passphrase = match (&inherited.luks, encryption) {
         (Some(LuksHeader { bytes, passphrase }), _) => {
             block_on(file.write(0, Buffer::from_slice(bytes).into())).map_err(PackError::storage)?;
             passphrase

@@ -24,13 +24,15 @@ pub struct Retention {
     pub last: Option<NonZeroUsize>,
     /// The newest one of each day (UTC), of that many days with snapshots, the newest ones.
     pub daily: Option<NonZeroUsize>,
+    /// Whether one that stays keeps all that it stands on: nothing is packed again.
+    pub with_bases: bool,
 }
 
 impl Retention {
     /// No rule.
     #[must_use]
     pub const fn new() -> Self {
-        Self { last: None, daily: None }
+        Self { last: None, daily: None, with_bases: false }
     }
 }
 
@@ -98,6 +100,10 @@ pub fn plan_prune(entries: &[SnapshotEntry], retention: &Retention, now: u64) ->
     for entry in entries.iter().filter(|entry| !entry.is_packed || unjudged.contains(&entry.name)) {
         kept.insert(&entry.name);
         kept.extend(bases(entry).into_iter().map(|base| &base.name));
+    }
+    if retention.with_bases {
+        let bases = entries.iter().filter(|entry| kept.contains(&entry.name)).flat_map(bases).map(|base| &base.name);
+        kept = kept.iter().copied().chain(bases).collect();
     }
     let mut present: Vec<_> = entries.iter().map(|entry| (entry, base(entry).map(|base| &base.name))).collect();
     // The lowest ones are packed first, so that none is packed twice.
@@ -183,25 +189,18 @@ mod tests {
     /// An entry of that many seconds after the start.
     fn entry(name: &str, saved: u64, base: Option<&str>) -> SnapshotEntry {
         SnapshotEntry {
-            name: name.into(),
-            file: None,
-            id: None,
             vm: "vm".to_owned(),
-            vm_name: None,
             saved: START + saved,
             written: SystemTime::UNIX_EPOCH + Duration::from_secs(START + saved),
-            allocated: 0,
-            page_bytes: 0,
             is_packed: true,
-            is_encrypted: false,
             base: base.map(Into::into),
             is_base_known: true,
-            fault: None,
+            ..SnapshotEntry::new(name.into())
         }
     }
 
     fn rules(last: usize, daily: usize) -> Retention {
-        Retention { last: NonZeroUsize::new(last), daily: NonZeroUsize::new(daily) }
+        Retention { last: NonZeroUsize::new(last), daily: NonZeroUsize::new(daily), with_bases: false }
     }
 
     fn plan(entries: &[SnapshotEntry], retention: &Retention) -> Vec<String> {
@@ -229,6 +228,21 @@ mod tests {
         ];
         let steps = ["remove e", "b on nothing", "remove a", "d on b", "remove c"];
         assert_eq!(plan(&days, &rules(0, 2)), steps);
+    }
+
+    #[test]
+    fn where_nothing_is_packed_again_what_stays_keeps_what_it_stands_on() {
+        let entries = [
+            entry("a", 1, None),
+            entry("b", 2, Some("a")),
+            entry("c", 3, Some("a")),
+            entry("d", 4, Some("c")),
+            entry("e", 5, None),
+            entry("f", 6, Some("e")),
+        ];
+        let rules = |last| Retention { with_bases: true, ..rules(last, 0) };
+        assert_eq!(plan(&entries, &rules(1)), ["remove b", "remove d", "remove c", "remove a"]);
+        assert_eq!(plan(&entries, &rules(3)), ["remove b"]);
     }
 
     #[test]

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::time::Duration;
 
+use limosa_pack::Access;
 use limosa_qemu::monitor::{MigrationStatus, Monitor, RunState, Settings};
 use limosa_qemu::qmp::{Options, Qmp};
 use limosa_qemu::takeover::Outcome;
@@ -51,7 +52,7 @@ const TESTS: &[(&str, fn())] = &[
 fn main() -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     match arguments.first().and_then(|first| first.to_str()) {
-        Some("watchdog") => run_watchdog(arguments.get(1..).unwrap_or_default(), SILENT),
+        Some("watchdog") => run_watchdog(arguments.get(1..).unwrap_or_default(), SILENT, &Access::default()),
         Some("job") => job(&arguments),
         _ => tests(&arguments),
     }

@@ -5,6 +5,7 @@
 
 use std::error::Error;
 use std::fmt::Debug;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
@@ -22,6 +23,22 @@ pub trait SnapshotBytes: Debug + Send + Sync {
     /// # Errors
     /// Bytes that cannot be returned exactly as they were stored.
     fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>>;
+
+    /// Has ranges fetched that will be read soon, in this order, where that takes a connection. Does not wait for them,
+    /// and says nothing of what fails: a read will.
+    fn prefetch(&self, _ranges: &[Range<u64>]) {}
+
+    /// As [`prefetch`](Self::prefetch), of what differs from the snapshot that it stands on, if it stands on one: a
+    /// guest is likely to need first what it has written last.
+    fn prefetch_changes(&self) {}
+
+    /// Returns the ranges that a guest has touched after its start, if the bytes have such a record.
+    ///
+    /// # Errors
+    /// The record cannot be read.
+    fn touched(&self) -> Result<Option<Vec<Range<u64>>>, Box<dyn Error + Send + Sync>> {
+        Ok(None)
+    }
 
     /// Returns how a file below the topmost one has changed since it was opened, if one has. The snapshot looks at the
     /// topmost one by itself.
@@ -41,10 +58,31 @@ pub trait SnapshotBytes: Debug + Send + Sync {
     /// Returns what a person may want to know about the images; `None` if it is not packed.
     fn packed(&self) -> Option<PackedSummary>;
 
-    /// Whether they are in an object store.
-    fn is_remote(&self) -> bool {
-        false
+    /// Returns the images that it is in, the topmost one first, and what is read from each. This looks through all of
+    /// their tables.
+    ///
+    /// # Errors
+    /// A table cannot be read.
+    fn images(&self) -> Result<Vec<PackedImage>, Box<dyn Error + Send + Sync>> {
+        Ok(Vec::new())
     }
+
+    /// Returns the length of the object that they are read from, in bytes; `None`: they are in files here.
+    fn object_length(&self) -> Option<u64> {
+        None
+    }
+}
+
+/// An image of a packed snapshot, for people and programs.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct PackedImage {
+    /// Its file or URL.
+    pub name: String,
+    /// Its length in bytes.
+    pub length: u64,
+    /// Bytes of the snapshot that are read from it, unpacked. The others of its contents are replaced by those of
+    /// images above it.
+    pub contents: u64,
 }
 
 /// The images of a packed snapshot, for people and programs.

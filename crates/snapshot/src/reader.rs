@@ -19,7 +19,7 @@ use limosa_stream::mapped_ram::Layout;
 use rustix::fs::{FileType, MemfdFlags};
 use uuid::Uuid;
 
-use crate::bytes::{PackedSummary, SnapshotBytes};
+use crate::bytes::{PackedImage, PackedSummary, SnapshotBytes};
 use crate::checksum::{self, StoredBlock, Verifier};
 use crate::error::SnapshotError;
 use crate::layout::{DeviceBytes, FileLayout, Memory};
@@ -269,15 +269,35 @@ impl Snapshot {
         self.file.lent_bytes().and_then(|bytes| bytes.packed())
     }
 
+    /// Returns the images that a packed snapshot is in, the topmost one first; none if it is not packed.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Packed`]: a table cannot be read.
+    pub fn images(&self) -> Result<Vec<PackedImage>, SnapshotError> {
+        let Some(bytes) = self.file.lent_bytes() else { return Ok(Vec::new()) };
+        let path = || self.file.path().to_path_buf();
+        bytes.images().map_err(|source| SnapshotError::Packed { path: path(), offset: 0, source })
+    }
+
     /// Whether it is in an object store.
     pub fn is_remote(&self) -> bool {
-        self.file.lent_bytes().is_some_and(|bytes| bytes.is_remote())
+        self.object_length().is_some()
+    }
+
+    /// Returns the length of the object that it is in, in bytes; `None`: it is in a file.
+    fn object_length(&self) -> Option<u64> {
+        self.file.lent_bytes().and_then(|bytes| bytes.object_length())
+    }
+
+    /// Its bytes, if they are not those of its file.
+    pub(crate) fn lent_bytes(&self) -> Option<&Arc<dyn SnapshotBytes>> {
+        self.file.lent_bytes()
     }
 
     /// Why a process cannot read its bytes from its file, as the end of a sentence about it; `None` if one can.
     pub fn not_plain_reason(&self) -> Option<&'static str> {
         let bytes = self.file.lent_bytes()?;
-        Some(if bytes.is_remote() { "is in an object store" } else { "is packed" })
+        Some(if bytes.object_length().is_some() { "is in an object store" } else { "is packed" })
     }
 
     /// Returns the snapshot's identity: the id in its manifest, or one made from its device state if another program
@@ -400,10 +420,12 @@ impl Snapshot {
         Some(Checksums { chunks, devices: checksum::of_devices(&self.parts.layout, self.parts.devices.bytes()) })
     }
 
-    /// Bytes that the file takes on the disk; 0 if that is unknown.
+    /// Bytes that the file takes on the disk, or the object in its store; 0 if that is unknown.
     pub fn allocated(&self) -> u64 {
-        let blocks = self.file.stat().map_or(0, |stat| stat.st_blocks);
-        blocks.cast_unsigned().saturating_mul(512)
+        self.object_length().unwrap_or_else(|| {
+            let blocks = self.file.stat().map_or(0, |stat| stat.st_blocks);
+            blocks.cast_unsigned().saturating_mul(512)
+        })
     }
 
     /// The file, for sendfile and splice from where [`locate`](Snapshot::locate) says.

@@ -19,7 +19,7 @@ pub struct Summary {
     pub path: String,
     /// Its length in bytes, holes included.
     pub length: u64,
-    /// Bytes that it takes on the disk.
+    /// Bytes that it takes on the disk, or in an object store.
     pub allocated: u64,
     /// Machine type.
     pub machine: String,

@@ -306,6 +306,12 @@ impl Storage for EncryptedStorage {
         })
     }
 
+    fn prefetch(&self, ranges: &[Range<u64>]) {
+        let base = self.inner.base;
+        let below = |range: &Range<u64>| range.start.saturating_add(base)..range.end.saturating_add(base);
+        self.inner.below.prefetch(&ranges.iter().map(below).collect::<Vec<_>>());
+    }
+
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
         let end = self.inner.length()?;
         let all =

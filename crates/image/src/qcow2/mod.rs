@@ -37,5 +37,5 @@ pub use offline::empty::empty;
 pub use offline::resize::{ResizeOptions, resize};
 pub use offline::snapshots::{SnapshotChange, change_snapshots};
 pub(crate) use offline::streamed::{StreamedImage, WantedClusters, last_table};
-pub use offline::table_digest::table_digest;
+pub use offline::table_digest::{prefetch_tables, table_digest};
 pub use offline::vm_state::VmStateWriter;

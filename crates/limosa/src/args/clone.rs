@@ -63,7 +63,7 @@ pub(crate) enum BackingArg {
 
 #[derive(Debug, Args)]
 pub(crate) struct MakeClonesArgs {
-    /// The snapshot
+    /// The snapshot: a file, or the URL of an object in a store, which is unpacked into --dir so that clones can map it
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 

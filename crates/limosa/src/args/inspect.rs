@@ -36,8 +36,8 @@ impl MappedVmArgs {
                         What only loading can tell is listed as \"may\" and does not count."
 )]
 pub(crate) struct InspectArgs {
-    /// A snapshot, a file that a migration stream was recorded into, a libvirt save image, or the directory of a
-    /// protected VM's checkpoints
+    /// A snapshot (a file, or the URL of an object in a store), a file that a migration stream was recorded into, a
+    /// libvirt save image, or the directory of a protected VM's checkpoints
     #[arg(value_name = "SNAPSHOT|STREAM|DIR")]
     pub(crate) file: PathBuf,
 
@@ -58,7 +58,7 @@ pub(crate) struct InspectArgs {
     #[arg(short = 'U', long, requires = "tag")]
     pub(crate) force_share: bool,
 
-    /// With --diff: the file to compare with
+    /// With --diff: the file, or the object, to compare with
     #[arg(value_name = "OTHER", requires = "diff")]
     pub(crate) other: Option<PathBuf>,
 

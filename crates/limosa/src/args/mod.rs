@@ -71,6 +71,7 @@ pub(crate) use working_set::{RECORDED_BY_DEFAULT, ReadAheadArg, WorkingSetArgs};
 #[derive(Debug, Parser)]
 #[command(name = "limosa", version, max_term_width = 100)]
 #[command(after_help = "Sizes: 4K 64M 8G 1T. Rates: 100M, in bytes per second. Times: 300ms 30s 5m.\n\
+                        URLs of objects: s3://BUCKET/KEY gs://BUCKET/KEY az://CONTAINER/KEY https://HOST/PATH.\n\
                         Exit status: 0 done, 1 failed (one line says what, where and what to do), 2 bad usage.\n\
                         inspect and img define further values; see their --help.")]
 pub(crate) struct Cli {

@@ -24,7 +24,8 @@ pub(crate) struct KeyArgs {
 /// How a snapshot is packed.
 #[derive(Debug, Args)]
 pub(crate) struct HowPackedArgs {
-    /// A packed snapshot in the same directory: only what differs from it is stored, and it is needed from then on
+    /// A packed snapshot in the same directory, or the URL of one beside the new object: only what differs from it is
+    /// stored, and it is needed from then on
     #[arg(long, value_name = "SNAPSHOT")]
     pub(crate) base: Option<PathBuf>,
 
@@ -72,11 +73,12 @@ impl NewFileArgs {
                         takes it; qemu-img convert -O raw undoes it."
 )]
 pub(crate) struct PackArgs {
-    /// The snapshot to read, which stays as it is
+    /// The snapshot to read, which stays as it is: a file, or the URL of an object in a store
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 
-    /// The file to create
+    /// The file to create, or the URL of a new object in a store, which replaces none: it is made in $TMPDIR or
+    /// /var/tmp, and uploaded
     #[arg(value_name = "IMAGE")]
     pub(crate) image: PathBuf,
 
@@ -96,7 +98,7 @@ pub(crate) struct PackArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct UnpackArgs {
-    /// The packed snapshot to read, which stays as it is
+    /// The packed snapshot to read, which stays as it is: a file, or the URL of an object in a store
     #[arg(value_name = "IMAGE")]
     pub(crate) image: PathBuf,
 

@@ -144,7 +144,7 @@ pub(crate) struct RestoreArgs {
     #[command(flatten)]
     pub(crate) job: JobArgs,
 
-    /// The file to restore from
+    /// The snapshot to restore from: a file, or the URL of an object in a store
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 

@@ -15,7 +15,7 @@ use limosa_console::parse;
                         To be able to recover a restore after limosa was killed, give QEMU a separate -qmp socket."
 )]
 pub(crate) struct RunArgs {
-    /// The file to restore from
+    /// The snapshot to restore from: a file, or the URL of an object in a store
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 

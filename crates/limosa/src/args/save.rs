@@ -56,7 +56,7 @@ pub(crate) struct SaveArgs {
     #[command(flatten)]
     pub(crate) job: JobArgs,
 
-    /// The file to create
+    /// The file to create; with --pack also the URL of a new object in a store
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 

@@ -39,7 +39,7 @@ migrate-incoming.\n\n  \
   limosa send vm.limosa --one-way \"exec:zstd > vm.stream.zst\""
 )]
 pub(crate) struct SendArgs {
-    /// The file to send from
+    /// The snapshot to send: a file, or the URL of an object in a store
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 

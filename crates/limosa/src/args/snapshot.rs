@@ -58,13 +58,13 @@ pub(crate) enum SnapshotCommand {
     Rebase(RebaseSnapshotArgs),
     /// Remove a packed snapshot that others stand on; these take over what they need of it
     Merge(MergeSnapshotArgs),
-    /// Remove the old packed snapshots of a directory; those that stay take over what they need of them
+    /// Remove old packed snapshots; those that stay take over what they need of them, in a store they keep their bases
     Prune(PruneSnapshotsArgs),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ListSnapshotsArgs {
-    /// The directory
+    /// The directory, or the URL of a folder of an object store
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
 
@@ -152,7 +152,7 @@ pub(crate) struct MergeSnapshotArgs {
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("rules").required(true).multiple(true).args(["keep_last", "keep_daily"])))]
 pub(crate) struct PruneSnapshotsArgs {
-    /// The directory
+    /// The directory, or the URL of a folder of an object store
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
 

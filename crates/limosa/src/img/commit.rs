@@ -10,6 +10,7 @@ use limosa_image::reference::Reference;
 use limosa_qemu::is_same_file;
 use limosa_storage::{LockPolicy, block_on};
 
+use super::commit_to;
 use super::convert::{cause, io, object};
 use super::interrupt;
 use super::meter::Meter;
@@ -20,6 +21,9 @@ use crate::serve::beside::refuse_incomplete;
 use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &CommitOptions) -> anyhow::Result<ExitCode> {
+    if let Some(url) = &options.to {
+        return commit_to::run(options, url);
+    }
     let mut overlay = open::resolve(&options.source)?;
     overlay.options.io = io(options.source.cache);
     check_base(&overlay, options.base.as_deref())?;

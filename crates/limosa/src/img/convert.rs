@@ -22,8 +22,8 @@ use super::open;
 use super::options::{ConvertOptions, Name, Source};
 use super::pipe::{self, Output};
 use crate::program::say_named;
-use crate::remote::{self, Staging};
-use limosa_console::{anyhow_error_line, check_stdout, print_out, say};
+use crate::remote::{self, Sent, Staging, Url};
+use limosa_console::{anyhow_error_line, check_stdout, print_out, quantity, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
 const SPARSE_MOST: u64 = 16 << 20;
@@ -35,12 +35,20 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     check(options)?;
-    let Some(url) = remote::target(&options.name.0)? else {
-        let (counters, length, is_stdout) = convert(options)?;
-        report(&counters, length, options.json, is_stdout);
-        check_stdout()?;
-        return Ok(ExitCode::SUCCESS);
+    let (counters, length, is_stdout) = match remote::target(&options.name.0)? {
+        Some(url) => {
+            let (counters, length) = to_object(options, &url)?;
+            (counters, length, false)
+        }
+        None => convert(options)?,
     };
+    report(&counters, length, options.json, is_stdout);
+    check_stdout()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Makes an image in a file without a name, and uploads that.
+pub(super) fn to_object(options: &ConvertOptions, url: &Url) -> anyhow::Result<(ConvertCounters, Option<u64>)> {
     let refused = [(options.no_create, "-n"), (options.resume, "--resume")];
     if let Some((_, option)) = refused.into_iter().find(|(given, _)| *given) {
         anyhow::bail!("{option}: {url} is an object, which is written as a whole and must not exist");
@@ -57,15 +65,23 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         );
     }
     // Not only after hours of work.
-    remote::check(&url)?;
+    remote::check(url)?;
     let staging = Staging::new()?;
     let staged = ConvertOptions { name: Name(staging.path().into()), ..options.clone() };
-    let named = |error| named_as(error, &staging.path(), &url);
+    let named = |error| named_as(error, &staging.path(), url);
     let (counters, length, _) = convert(&staged).map_err(named)?;
-    staging.upload(&url, options.quiet)?;
-    report(&counters, length, options.json, false);
-    check_stdout()?;
-    Ok(ExitCode::SUCCESS)
+    match staging.upload(url, interrupt::stop())? {
+        Sent::Whole { length, requests } if !options.quiet => {
+            let (length, requests) = (quantity::bytes(length), quantity::count(requests));
+            say!("limosa: {url}: {length} written with {requests} requests");
+        }
+        Sent::Whole { .. } => {}
+        Sent::Cancelled { is_kept } => {
+            let remedy = if is_kept { "; run the same command to continue the upload" } else { "" };
+            interrupt::stopped(format!("{url}: interrupted{remedy}"))
+        }
+    }
+    Ok((counters, length))
 }
 
 /// Whether the name of a backing file depends on the folder of the image that has it.

@@ -8,6 +8,7 @@ mod bench;
 mod bitmap;
 mod check;
 mod commit;
+mod commit_to;
 mod compare;
 mod convert;
 pub(crate) mod create;

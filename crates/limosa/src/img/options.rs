@@ -181,6 +181,35 @@ pub(crate) struct ConvertOptions {
     pub(crate) json: bool,
 }
 
+impl ConvertOptions {
+    /// The usual ones, without a source and a name.
+    pub(crate) fn of_nothing() -> Self {
+        Self {
+            sources: Vec::new(),
+            snapshot: None,
+            name: Name(OsString::new()),
+            target: Target::default(),
+            backing: None,
+            backing_format: None,
+            no_create: false,
+            target_is_zero: false,
+            sparse_size: limosa_image::convert::ConvertOptions::SPARSE,
+            parallel: 8,
+            out_of_order: false,
+            copy_range: false,
+            compress: false,
+            compress_level: None,
+            resume: false,
+            rate: None,
+            salvage: false,
+            bitmaps: None,
+            progress: false,
+            quiet: false,
+            json: false,
+        }
+    }
+}
+
 /// `limosa img dd`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DdOptions {
@@ -220,6 +249,8 @@ pub(crate) struct CommitOptions {
     pub(crate) source: Source,
     /// The image that takes the contents; `None`: the backing file.
     pub(crate) base: Option<OsString>,
+    /// The new object that takes them in place of a base.
+    pub(crate) to: Option<OsString>,
     /// The overlay is not emptied.
     pub(crate) keep: bool,
     /// Most bytes a second.

@@ -37,6 +37,7 @@ use crate::detach::Reporter;
 use crate::job;
 use crate::packed;
 use crate::relay::Relay;
+use crate::remote;
 use crate::restore::{Observer, begin_recording, check_recording, options, tell};
 use crate::usage::misused;
 use crate::working_set::{Recording, WorkingSetUse};
@@ -109,6 +110,7 @@ pub(crate) fn run_for(caller: &Caller<'_>, args: &RunArgs, verbose: u8) -> anyho
         Ok(report) => {
             if verbose > 0 {
                 tell(&report);
+                remote::tell_cost();
                 clock::tell(&attempt.clock, "");
             }
             // The guest runs, so the exit status is QEMU's all the same.

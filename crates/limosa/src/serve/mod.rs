@@ -13,7 +13,7 @@ mod epochs;
 mod images;
 pub(crate) mod journals;
 mod metrics;
-mod on_top;
+pub(crate) mod on_top;
 mod overlay;
 pub(crate) mod remedy;
 mod report;

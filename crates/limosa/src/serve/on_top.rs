@@ -45,7 +45,7 @@ pub(super) fn overlay(base: &Source, path: &Path) -> anyhow::Result<Source> {
 fn create(base: &Source, location: &Location, path: &Path) -> anyhow::Result<()> {
     let NamedImage { reference, options, .. } = named(base)?;
     let disk = block_on(chain::open(&reference, &options))?;
-    let content = remote::content(&location.to_string()).map(|content| line(location, &content));
+    let content = remote::content(&location.to_string()).map(|content| content_line(location, &content));
     let options = CreateOptions::default()
         .size(disk.len())
         .backing_file(Some(location.to_string().into()))
@@ -60,7 +60,7 @@ fn check(overlay: &Source, location: &Location, path: &Path) -> anyhow::Result<(
     if matches!(location, Location::Object(_)) {
         let file = FileOptions { read_only: true, lock: LockPolicy::None, ..FileOptions::default() };
         let header = block_on(Header::read_to_examine(&*FileStorage::open(path, &file)?))?;
-        let of_location = line(location, "");
+        let of_location = content_line(location, "");
         match header.extensions.backing_content.as_deref().and_then(|found| found.strip_prefix(&of_location)) {
             Some(content) => remote::expect(&location.to_string(), content),
             None => say!("limosa: {name}: has no record of the object below it: a replacement cannot be noticed"),
@@ -78,7 +78,7 @@ fn check(overlay: &Source, location: &Location, path: &Path) -> anyhow::Result<(
 }
 
 /// The line in the overlay's header: the name as well, because an image may get another backing file.
-fn line(location: &Location, content: &str) -> String {
+pub(crate) fn content_line(location: &Location, content: &str) -> String {
     format!("{location}\n{content}")
 }
 

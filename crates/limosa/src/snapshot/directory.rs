@@ -10,10 +10,9 @@ use anyhow::bail;
 use comfy_table::{Cell, CellAlignment};
 use limosa_console::{anyhow_error_line, check_stdout, print_out, quantity, say};
 use limosa_control::JobKind;
+use limosa_image::reference::is_object;
 use limosa_migrate::control::Stop;
-use limosa_pack::{
-    PackOptions, Packed, PruneStep, Retention, SnapshotDirectory, SnapshotEntry, SnapshotFile, plan_prune,
-};
+use limosa_pack::{PackOptions, Packed, PruneStep, Retention, SnapshotEntry, SnapshotFile, plan_prune};
 use serde_json::{Value, json};
 
 use crate::args::{
@@ -23,17 +22,21 @@ use crate::inspect::table;
 use crate::job::JobHandles;
 use crate::packed;
 use crate::remedy;
+use crate::remote;
 use crate::report;
+use crate::snapshot::place::Place;
 
 pub(crate) fn list(args: &ListSnapshotsArgs) -> anyhow::Result<ExitCode> {
     packed::define_key(&args.key)?;
-    let entries = packed::directory(&args.directory).list()?;
+    let entries = Place::new(&args.directory).list()?;
     if args.json {
-        print_out!("{}", json!({ "snapshots": entries.iter().map(entry_object).collect::<Vec<_>>() }));
+        let mut object = json!({ "snapshots": entries.iter().map(entry_object).collect::<Vec<_>>() });
+        remote::add_cost(&mut object);
+        print_out!("{object}");
         check_stdout()?;
         return Ok(ExitCode::SUCCESS);
     }
-    let mut shown = table(&["snapshot", "VM", "saved", "pages", "on disk"], 3);
+    let mut shown = table(&["snapshot", "VM", "saved", "pages", "stored"], 3);
     for entry in entries.iter().filter(|entry| entry.fault.is_none()) {
         let bytes = |bytes| Cell::new(quantity::bytes(bytes)).set_alignment(CellAlignment::Right);
         let base = entry.base.as_ref().map(|base| format!(" on {}", base.display())).unwrap_or_default();
@@ -50,6 +53,7 @@ pub(crate) fn list(args: &ListSnapshotsArgs) -> anyhow::Result<ExitCode> {
     for (entry, fault) in entries.iter().filter_map(|entry| Some((entry, entry.fault.as_ref()?))) {
         print_out!("cannot be restored: {}: {fault}", entry.name.display());
     }
+    remote::tell_cost();
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
@@ -118,7 +122,7 @@ impl Done {
 
 pub(crate) fn remove(args: &RemoveSnapshotsArgs) -> anyhow::Result<ExitCode> {
     packed::define_key(&args.key)?;
-    let mut directories: BTreeMap<PathBuf, SnapshotDirectory> = BTreeMap::new();
+    let mut places: BTreeMap<PathBuf, Place> = BTreeMap::new();
     let mut left: Vec<&Path> = Vec::new();
     for snapshot in args.snapshots.iter().map(PathBuf::as_path) {
         // One that is named twice is removed once.
@@ -132,11 +136,10 @@ pub(crate) fn remove(args: &RemoveSnapshotsArgs) -> anyhow::Result<ExitCode> {
         let mut failed = Vec::new();
         // Those that stand on another one go first, in any order of the command line.
         left.retain(|snapshot| {
-            let removed = packed::directory_of(snapshot).and_then(|(directory, name)| {
-                let directory = directories
-                    .entry(directory.path_of(OsStr::new("")))
-                    .or_insert_with(|| directory.ignoring(args.ignore.ignore.iter().cloned()));
-                Ok(directory.remove(&name)?)
+            let removed = Place::of(snapshot).and_then(|(place, name)| {
+                let place =
+                    places.entry(place.path_of(OsStr::new(""))).or_insert_with(|| place.ignoring(&args.ignore.ignore));
+                Ok(place.remove(&name)?)
             });
             match removed {
                 Ok(()) => done.removed(snapshot.as_os_str()),
@@ -166,8 +169,17 @@ fn options(args: &RepackArgs) -> PackOptions {
     options
 }
 
+/// Refuses to pack an object again.
+fn refuse_object(snapshot: &Path) -> anyhow::Result<()> {
+    if is_object(snapshot) {
+        bail!("{0}: an object is not packed again; pack it into a new one: limosa pack {0} URL", snapshot.display());
+    }
+    Ok(())
+}
+
 pub(crate) fn rebase(args: &RebaseSnapshotArgs) -> anyhow::Result<ExitCode> {
     packed::define_key(&args.repack.key)?;
+    refuse_object(&args.snapshot)?;
     let (directory, name) = packed::directory_of(&args.snapshot)?;
     let directory = directory.ignoring(args.repack.ignore.ignore.iter().cloned());
     let base = match &args.base {
@@ -194,6 +206,7 @@ pub(crate) fn rebase(args: &RebaseSnapshotArgs) -> anyhow::Result<ExitCode> {
 
 pub(crate) fn merge(args: &MergeSnapshotArgs) -> anyhow::Result<ExitCode> {
     packed::define_key(&args.repack.key)?;
+    refuse_object(&args.snapshot)?;
     let (directory, name) = packed::directory_of(&args.snapshot)?;
     let directory = directory.ignoring(args.repack.ignore.ignore.iter().cloned());
     let begun = Instant::now();
@@ -212,8 +225,8 @@ pub(crate) fn merge(args: &MergeSnapshotArgs) -> anyhow::Result<ExitCode> {
 
 pub(crate) fn prune(args: &PruneSnapshotsArgs) -> anyhow::Result<ExitCode> {
     packed::define_key(&args.repack.key)?;
-    let directory = packed::directory(&args.directory).ignoring(args.repack.ignore.ignore.iter().cloned());
-    let entries = directory.list()?;
+    let place = Place::new(&args.directory).ignoring(&args.repack.ignore.ignore);
+    let entries = place.list()?;
     if let Some(entry) = entries.iter().find(|entry| !entry.is_base_known) {
         let fault = entry.fault.as_deref().unwrap_or_default();
         bail!(
@@ -223,6 +236,7 @@ pub(crate) fn prune(args: &PruneSnapshotsArgs) -> anyhow::Result<ExitCode> {
     }
     let mut retention = Retention::new();
     (retention.last, retention.daily) = (args.keep_last, args.keep_daily);
+    retention.with_bases = !place.is_rewritable();
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let plan = plan_prune(&entries, &retention, now);
     for staying in &plan.staying {
@@ -240,7 +254,7 @@ pub(crate) fn prune(args: &PruneSnapshotsArgs) -> anyhow::Result<ExitCode> {
             done.failed(&snapshot.name, &anyhow::anyhow!("cancelled; what was done stays done"));
             break;
         }
-        match (step, directory.carry_out(step, &options(&args.repack), &handles.engine)) {
+        match (step, place.carry_out(step, &options(&args.repack), &handles.engine)) {
             (_, Ok(Some(packed))) => done.rebased(&packed, begun),
             (PruneStep::Remove { snapshot } | PruneStep::Rebase { snapshot, .. }, Ok(None)) => {
                 done.removed(&snapshot.name);

@@ -1,11 +1,13 @@
 //! `limosa snapshot`: operations on snapshot files themselves, and on the snapshots of a directory.
 
 mod directory;
+mod place;
 
 use std::process::ExitCode;
 
 use anyhow::bail;
 use limosa_console::{print_out, quantity, say};
+use limosa_image::reference::is_object;
 use limosa_pack::is_packed;
 use limosa_snapshot::seal_snapshot;
 use serde_json::json;
@@ -26,6 +28,9 @@ pub(crate) fn run(args: &SnapshotArgs) -> anyhow::Result<ExitCode> {
 
 fn seal(args: &SealArgs) -> anyhow::Result<ExitCode> {
     let path = args.snapshot.display();
+    if is_object(&args.snapshot) {
+        bail!("{path}: is in an object store, and is not mapped; unpack it first: limosa unpack {path} FILE");
+    }
     if is_packed(&args.snapshot) {
         bail!("{path}: is packed, and cannot be mapped; unpack it first: limosa unpack {path} FILE");
     }

@@ -79,6 +79,48 @@ fn an_image_in_a_store_is_written_and_read_by_every_command() {
 }
 
 #[test]
+fn an_overlay_is_committed_to_a_new_object_and_stands_on_it() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new();
+    let server = ObjectServer::start(ObjectServerKind::S3s).unwrap();
+    uploaded(&bed, &server);
+    let (old, new) = (format!("s3://{BUCKET}/disk.qcow2"), format!("s3://{BUCKET}/new.qcow2"));
+    img(&bed, &server, &["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &old, "top"]).success();
+    let io = ["bench", "-q", "-w", "-c", "40", "-s", "64k", "-S", "192k", "-o", "1M", "--pattern", "7", "top"];
+    img(&bed, &server, &io).success();
+    img(&bed, &server, &["convert", "-O", "raw", "top", "before.raw"]).success();
+    let length = || std::fs::metadata(bed.path("top")).unwrap().len();
+    let full = length();
+    let refused = |words: &[&str], says: &str| {
+        let answer = img(&bed, &server, words);
+        assert_eq!(answer.status, Some(1), "{words:?}: {answer:?}");
+        assert_one_line(&answer, words, says);
+    };
+    refused(&["commit", "--to", &old, "top"], "the object exists already");
+    refused(&["commit", "--to", "file", "top"], "must be the URL of a new object");
+    refused(&["commit", "--to", &new, "before.raw"], "--to needs a qcow2 overlay");
+    refused(&["commit", "top"], "objects of stores are only read");
+    img(&bed, &server, &["compare", "-f", "raw", "before.raw", "top"]).success();
+    let kept = format!("s3://{BUCKET}/kept.qcow2");
+    img(&bed, &server, &["commit", "-q", "-d", "--to", &kept, "top"]).success();
+    assert_eq!(length(), full);
+    img(&bed, &server, &["compare", "-f", "raw", "before.raw", "top"]).success();
+    let committed = img(&bed, &server, &["commit", "--to", &new, "top"]).success();
+    assert!(committed.stdout.contains("stands on s3://"), "{committed:?}");
+    assert!(length() < full / 2, "it is empty");
+    img(&bed, &server, &["compare", "-f", "raw", "before.raw", "top"]).success();
+    img(&bed, &server, &["compare", "-f", "raw", "before.raw", &new]).success();
+    let info = img(&bed, &server, &["info", "--output", "json", "top"]).success().json();
+    assert_eq!(info["backing-filename"], new);
+    // It is known which object it stands on.
+    let serving = serve(&bed, &server, &["--overlay", &bed.path("top").display().to_string(), &new]);
+    assert!(!end(serving).stderr.contains("no record"), "a replacement would be noticed");
+}
+
+#[test]
 fn a_file_of_a_web_server_is_an_image() {
     needs_qemu!();
     if stores_skipped() {

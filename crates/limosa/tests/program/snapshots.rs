@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use limosa_migrate::Handle;
-use limosa_pack::{open_snapshot, unpack};
+use limosa_pack::{Access, open_snapshot, unpack};
 use limosa_snapshot::{Durability, Manifest, UnnamedFile};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -74,7 +74,8 @@ impl Chain {
     fn assert_whole(&self) -> usize {
         let there: Vec<_> = (1..=self.count).filter(|number| self.packed(*number).exists()).collect();
         for number in &there {
-            let packed = open_snapshot(&self.packed(*number), None).unwrap_or_else(|error| panic!("{number}: {error}"));
+            let packed = open_snapshot(&self.packed(*number), &Access::default())
+                .unwrap_or_else(|error| panic!("{number}: {error}"));
             let unpacked = self.folder.path().join("unpacked");
             let pending = UnnamedFile::create(&unpacked, true).unwrap();
             unpack(&packed, pending, Durability::Unsynced, &Handle::new()).unwrap();

@@ -151,6 +151,10 @@ fn a_packed_snapshot_is_shown_compared_exported_and_sent() {
     assert!(shown["packed"]["bases"][0].as_str().unwrap().ends_with("secret-base.qcow2"), "{shown}");
     let people = with_key(&["inspect", text(increment)]).success();
     assert!(people.stdout.contains("packed        zstd") && people.stdout.contains("encrypted"), "{}", people.stdout);
+    let lines = ["images        ", "              on ", "secret-base.qcow2: ", "ratio         "];
+    assert!(lines.iter().all(|line| people.stdout.contains(line)), "{}", people.stdout);
+    let images = shown["images"].as_array().unwrap();
+    assert!(images.len() == 2 && images.iter().all(|image| image["contents"].as_u64() > Some(0)), "{shown}");
     let same = with_key(&["inspect", "--diff", "--memory", "--json", text(increment), text(&saved.snapshot)]).json();
     assert_eq!(same["memory"]["differing"], json!(0), "{same}");
     let (packed_stream, plain_stream) = (scene.path("packed.stream"), scene.path("plain.stream"));

@@ -4,12 +4,11 @@ use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt as _;
 use std::time::SystemTime;
 
-use limosa_page::{PAGE_SIZE, error_with_causes};
-use limosa_snapshot::{Snapshot, SnapshotError};
+use limosa_page::error_with_causes;
 use limosa_storage::FileIdentity;
 
 use super::SnapshotDirectory;
-use crate::entry::SnapshotEntry;
+use crate::entry::{SnapshotEntry, fill, is_cut_snapshot};
 use crate::error::PackError;
 use crate::head;
 use crate::open::open_snapshot;
@@ -28,22 +27,7 @@ impl SnapshotDirectory {
     /// Looks at a file; `None`: it is no snapshot.
     fn entry(&self, name: OsString) -> Option<SnapshotEntry> {
         let path = self.path_of(&name);
-        let mut entry = SnapshotEntry {
-            name,
-            file: None,
-            id: None,
-            vm: String::new(),
-            vm_name: None,
-            saved: 0,
-            written: SystemTime::UNIX_EPOCH,
-            allocated: 0,
-            page_bytes: 0,
-            is_packed: false,
-            is_encrypted: false,
-            base: None,
-            is_base_known: false,
-            fault: None,
-        };
+        let mut entry = SnapshotEntry::new(name);
         let (file, metadata) = match self.open_regular(&entry.name) {
             Ok(opened) => opened?,
             Err(error) => {
@@ -70,7 +54,7 @@ impl SnapshotDirectory {
             }
         }
         entry.is_base_known = true;
-        match open_snapshot(&path, self.passphrase.as_ref()) {
+        match open_snapshot(&path, &self.access()) {
             Ok(snapshot) => fill(&mut entry, &snapshot),
             // A disk image, or no snapshot at all.
             Err(error) if entry.id.is_none() && !is_cut_snapshot(&error) => return None,
@@ -78,23 +62,4 @@ impl SnapshotDirectory {
         }
         Some(entry)
     }
-}
-
-/// Adds what the snapshot itself says.
-fn fill(entry: &mut SnapshotEntry, snapshot: &Snapshot) {
-    entry.id = Some(snapshot.id());
-    entry.page_bytes = snapshot.stored_pages().saturating_mul(PAGE_SIZE);
-    if let Some(manifest) = snapshot.manifest() {
-        let uuid = manifest.vm_uuid.map(|uuid| uuid.to_string());
-        entry.vm_name.clone_from(&manifest.vm_name);
-        entry.vm = uuid.or_else(|| manifest.vm_name.clone()).unwrap_or_default();
-        if manifest.finished > 0 {
-            entry.saved = manifest.finished;
-        }
-    }
-}
-
-/// Whether a file was a snapshot once.
-fn is_cut_snapshot(error: &PackError) -> bool {
-    matches!(error, PackError::Snapshot(SnapshotError::Structure { .. }) | PackError::Base { .. })
 }

@@ -28,7 +28,7 @@ use uuid::Uuid;
 use crate::entry::SnapshotFile;
 use crate::error::PackError;
 use crate::head::is_image;
-use crate::open::open_snapshot;
+use crate::open::{Access, open_snapshot};
 use crate::pack::{PackOptions, Packed};
 use crate::retention::PruneStep;
 use neighbors::KnownFile;
@@ -127,6 +127,10 @@ impl SnapshotDirectory {
         Ok(held.remove()?)
     }
 
+    fn access(&self) -> Access {
+        Access::default().passphrase(self.passphrase.clone())
+    }
+
     /// Returns the id of the snapshot in a file.
     ///
     /// # Errors
@@ -139,7 +143,7 @@ impl SnapshotDirectory {
             return match image.record {
                 Some(record) => Ok(record.id),
                 // Another program has made the image; what is in it shows whether it is a snapshot.
-                None => Ok(open_snapshot(path, self.passphrase.as_ref()).map_err(|_| foreign())?.id()),
+                None => Ok(open_snapshot(path, &self.access()).map_err(|_| foreign())?.id()),
             };
         }
         let file = held.file().try_clone().map_err(PackError::io("open it again", path))?;

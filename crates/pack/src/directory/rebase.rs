@@ -120,7 +120,7 @@ impl SnapshotDirectory {
         if let Some((planned, _)) = planned {
             check_planned(planned, &held, Some(source.snapshot.id()))?;
         }
-        let base = base.map(|base| Base::open(&self.path_of(base), self.passphrase.as_ref())).transpose()?;
+        let base = base.map(|base| Base::open(&self.path_of(base), &self.access())).transpose()?;
         if let Some(base) = &base {
             let refused = |what: &str| {
                 let base = base.name().display().to_string();
@@ -143,7 +143,7 @@ impl SnapshotDirectory {
         }
         let before = facts(&held.file().metadata().map_err(PackError::io("look at it", &path))?);
         let pending = UnnamedFile::replacing(&held)?;
-        let new = NewFile { pending: &pending, inherited: &source.inherited };
+        let new = NewFile { file: pending.file(), target: &path, inherited: &source.inherited };
         let mut packed = write(&source.snapshot, &new, base.as_ref(), &options, handle)?;
         self.check_packed(&source.snapshot, &pending, handle)?;
         source.snapshot.check_unchanged()?;

@@ -3,15 +3,15 @@
 use std::path::{Path, PathBuf};
 
 use limosa_migrate::Handle;
-use limosa_pack::{Base, DEPTH_LIMIT, PackError, open_snapshot, pack};
+use limosa_pack::{Access, Base, DEPTH_LIMIT, PackError, open_snapshot, pack};
 use limosa_snapshot::{Snapshot, SnapshotError, UnnamedFile};
 use proptest::prelude::*;
 
 use crate::fixture::{QUICK, small};
-use crate::{assert_same, encrypted, options, pack_file, passphrase, snapshot, unpack_file};
+use crate::{access, assert_same, encrypted, options, pack_file, passphrase, snapshot, unpack_file};
 
 fn open(path: &Path) -> Result<Snapshot, PackError> {
-    open_snapshot(path, Some(&passphrase()))
+    open_snapshot(path, &access(Some(&passphrase())))
 }
 
 #[test]
@@ -33,6 +33,11 @@ fn an_increment_stores_what_differs_and_reads_as_the_whole() {
         let opened = open(&increment).unwrap();
         assert_same(&Snapshot::open(&second).unwrap(), &opened);
         assert_eq!(opened.summary().packed.unwrap().bases.len(), 1);
+        let images = opened.images().unwrap();
+        assert_eq!(images.iter().map(|image| Path::new(&image.name)).collect::<Vec<_>>(), [&increment, &base]);
+        // Two pages differ, and the bitmap of one; nearly all of the others are the base's.
+        assert!((8192..10 * (64 << 10)).contains(&images[0].contents), "{images:?}");
+        assert!(images[1].contents > 7 << 20 && images[1].length > images[0].length, "{images:?}");
         let back = at(&format!("back{kind}"));
         unpack_file(&increment, &back, Some(&passphrase()));
         assert!(std::fs::read(&second).unwrap() == std::fs::read(&back).unwrap());
@@ -132,9 +137,9 @@ fn a_chain_has_a_limit() {
         assert_same(&Snapshot::open(&source).unwrap(), &open(&at(number)).unwrap());
         base = Some(at(number));
     }
-    let error = Base::open(&base.unwrap(), None).unwrap_err().to_string();
+    let error = Base::open(&base.unwrap(), &Access::default()).unwrap_err().to_string();
     assert!(error.contains("16 images"), "{error}");
-    let elsewhere = Base::open(&at(0), None).unwrap();
+    let elsewhere = Base::open(&at(0), &Access::default()).unwrap();
     let other = tempfile::tempdir().unwrap();
     assert!(
         elsewhere.check_beside(&other.path().join("x.qcow2")).unwrap_err().to_string().contains("another directory")
@@ -146,7 +151,7 @@ fn a_chain_has_a_limit() {
 fn a_target_that_its_own_base_stands_on_is_refused_and_the_chain_stays() {
     let directory = tempfile::tempdir().unwrap();
     let (base, increment) = pair(directory.path());
-    let opened = Base::open(&increment, None).unwrap();
+    let opened = Base::open(&increment, &Access::default()).unwrap();
     for target in [&base, &increment] {
         let error = opened.check_beside(target).unwrap_err();
         assert!(error.to_string().contains("would be replaced"), "{error}");
@@ -179,7 +184,7 @@ fn all_files_that_a_served_snapshot_stands_on_are_locked() {
 fn a_base_that_goes_while_it_is_compared_with_fails_the_pack() {
     let directory = tempfile::tempdir().unwrap();
     let (base, increment) = pair(directory.path());
-    let opened = Base::open(&increment, None).unwrap();
+    let opened = Base::open(&increment, &Access::default()).unwrap();
     std::fs::rename(&base, directory.path().join("elsewhere")).unwrap();
     let target = directory.path().join("c.qcow2");
     let pending = UnnamedFile::create(&target, false).unwrap();
@@ -205,13 +210,13 @@ fn encrypted_memory_does_not_get_into_the_clear_by_an_increment() {
     let plain = snapshot(&at("a"), 600, &[(1, 1)]);
     pack_file(&plain, &at("secret"), None, &encrypted());
     pack_file(&plain, &at("clear"), None, &options());
-    let base = Base::open(&at("secret"), Some(&passphrase())).unwrap();
+    let base = Base::open(&at("secret"), &access(Some(&passphrase()))).unwrap();
     let pending = UnnamedFile::create(&at("b"), false).unwrap();
     let error = pack(&Snapshot::open(&plain).unwrap(), pending, Some(&base), &options(), &Handle::new()).unwrap_err();
     assert!(matches!(error, PackError::Unencrypted { .. }), "{error}");
     let how = encrypted();
     let pending = UnnamedFile::create(&at("half"), false).unwrap();
-    let base = Base::open(&at("clear"), None).unwrap();
+    let base = Base::open(&at("clear"), &Access::default()).unwrap();
     pack(&Snapshot::open(&plain).unwrap(), pending, Some(&base), &how, &Handle::new()).unwrap();
     assert!(!open(&at("half")).unwrap().packed_summary().unwrap().encrypted, "a part of it is in the clear");
 }
@@ -233,7 +238,7 @@ proptest! {
             let mut how = if number >= secret_from { encrypted() } else { options() };
             how.cluster_size = Some(1 << bits[number]);
             let key = passphrase();
-            let opened = base.as_ref().map(|base| Base::open(base, Some(&key)).unwrap());
+            let opened = base.as_ref().map(|base| Base::open(base, &access(Some(&key))).unwrap());
             let pending = UnnamedFile::create(&target, false).unwrap();
             let plain = Snapshot::open(&source).unwrap();
             pack(&plain, pending, opened.as_ref(), &how, &Handle::new()).unwrap();

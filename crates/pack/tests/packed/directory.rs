@@ -6,11 +6,11 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use limosa_migrate::Handle;
-use limosa_pack::{PackError, PackOptions, PrunePlan, Retention, SnapshotDirectory, open_snapshot, plan_prune};
+use limosa_pack::{Access, PackError, PackOptions, PrunePlan, Retention, SnapshotDirectory, open_snapshot, plan_prune};
 use limosa_page::error_with_causes;
 use limosa_snapshot::{Snapshot, SnapshotError};
 
-use crate::{assert_same, encrypted, options, pack_file, passphrase, snapshot};
+use crate::{access, assert_same, encrypted, options, pack_file, passphrase, snapshot};
 
 pub(crate) fn text(error: &PackError) -> String {
     error_with_causes(error)
@@ -37,7 +37,7 @@ pub(crate) fn chain(directory: &Path, how: &PackOptions) -> SnapshotDirectory {
 #[track_caller]
 pub(crate) fn assert_readable(directory: &Path, names: &[&str]) {
     for name in names {
-        let packed = open_snapshot(&directory.join(name), Some(&passphrase())).unwrap();
+        let packed = open_snapshot(&directory.join(name), &access(Some(&passphrase()))).unwrap();
         assert_same(&Snapshot::open(&directory.join("plain").join(name)).unwrap(), &packed);
     }
 }
@@ -73,7 +73,7 @@ fn one_that_others_stand_on_is_not_removed_and_neither_is_one_that_is_served() {
     let folder = tempfile::tempdir().unwrap();
     let directory = chain(folder.path(), &options());
     assert!(text(&directory.remove(name("2")).unwrap_err()).contains("3 stands on it"));
-    let served = open_snapshot(&folder.path().join("4"), None).unwrap();
+    let served = open_snapshot(&folder.path().join("4"), &Access::default()).unwrap();
     served.lock_serving().unwrap();
     let error = directory.remove(name("4")).unwrap_err();
     assert!(matches!(error, PackError::Snapshot(SnapshotError::Locked { .. })), "{error}");
@@ -141,7 +141,7 @@ fn a_base_is_known_under_every_form_that_it_had_and_under_no_other() {
     let new = std::fs::read(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
     pack_file(&folder.path().join("plain/3"), &path, None, &options());
-    let error = open_snapshot(&folder.path().join("4"), None).unwrap_err();
+    let error = open_snapshot(&folder.path().join("4"), &Access::default()).unwrap_err();
     assert!(text(&error).contains("was changed"), "{error}");
     // Both hold the same: one from a backup, too.
     for known in [old, new] {

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use limosa_image::luks;
 use limosa_migrate::Handle;
 use limosa_migrate::control::Stop;
-use limosa_pack::{Base, DEPTH_LIMIT, PackError, PackOptions, SnapshotDirectory, open_snapshot};
+use limosa_pack::{Access, Base, DEPTH_LIMIT, PackError, PackOptions, SnapshotDirectory, open_snapshot};
 use limosa_snapshot::{Snapshot, SnapshotError};
 use limosa_storage::{Buffer, Create, FileOptions, FileStorage, Storage as _, block_on};
 use limosa_testkit::{qemu_img, qemu_io};
@@ -83,13 +83,13 @@ fn a_base_that_was_written_to_is_not_packed_again_and_its_dependents_are_not_mad
     assert!(text(&refused).contains("another program has written to it"), "{refused}");
     let refused = directory.merge(name("1"), &options(), &Handle::new(), |_| ()).unwrap_err();
     assert!(text(&refused).contains("another program has written to it"), "{refused}");
-    let refused = Base::open(&path, None).unwrap_err();
+    let refused = Base::open(&path, &Access::default()).unwrap_err();
     assert!(text(&refused).contains("another program has written to it"), "{refused}");
     // Another snapshot in its place.
     std::fs::remove_file(&path).unwrap();
     pack_file(&folder.path().join("plain/4"), &path, Some(&folder.path().join("1")), &options());
     rebase(&directory, "2", None).unwrap();
-    let refused = open_snapshot(&folder.path().join("3"), None).unwrap_err();
+    let refused = open_snapshot(&folder.path().join("3"), &Access::default()).unwrap_err();
     assert!(text(&refused).contains("holds the snapshot"), "{refused}");
     // The right one comes from a backup.
     std::fs::write(&path, right).unwrap();
@@ -232,7 +232,7 @@ fn is_interrupted_while_packing(pages: u64) -> bool {
         });
         wait_until_packing(&handle);
         // Both are restored meanwhile, and neither is removed.
-        let opened = ["a", "b"].map(|served| open_snapshot(&path(served), None).unwrap().lock_serving());
+        let opened = ["a", "b"].map(|served| open_snapshot(&path(served), &Access::default()).unwrap().lock_serving());
         let removed = SnapshotDirectory::new(folder.path(), None).remove(name("a")).unwrap_err();
         std::fs::rename(path("another"), path("a")).unwrap();
         let Err(refused) = rebasing.join().unwrap() else { return false };
@@ -339,8 +339,8 @@ fn a_chain_above_a_snapshot_does_not_become_too_long() {
     let refused = rebase(&directory, "a0", Some("b7")).unwrap_err();
     assert!(text(&refused).contains("17 images would be in the longest chain above it"), "{refused}");
     rebase(&directory, "a0", Some("b6")).unwrap();
-    assert_eq!(Base::open(&path("a7".to_owned()), None).unwrap().depth(), DEPTH_LIMIT - 1);
-    open_snapshot(&path("a8".to_owned()), None).unwrap();
+    assert_eq!(Base::open(&path("a7".to_owned()), &Access::default()).unwrap().depth(), DEPTH_LIMIT - 1);
+    open_snapshot(&path("a8".to_owned()), &Access::default()).unwrap();
 }
 
 #[test]

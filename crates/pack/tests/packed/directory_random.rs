@@ -10,7 +10,7 @@ use limosa_snapshot::{Snapshot, UnnamedFile};
 use limosa_storage::testing::SeededRandom;
 
 use crate::directory::{carry_out, plan};
-use crate::{assert_same, encrypted, options, passphrase, snapshot};
+use crate::{access, assert_same, encrypted, options, passphrase, snapshot};
 
 const PAGES: u64 = 300;
 /// Images in the deepest chain.
@@ -67,7 +67,7 @@ impl Run {
             1 => self.one_of(there),
             _ => there.last().cloned(),
         };
-        let open = |base: &OsString| Base::open(&self.folder.path().join(base), Some(&passphrase())).unwrap();
+        let open = |base: &OsString| Base::open(&self.folder.path().join(base), &access(Some(&passphrase()))).unwrap();
         let base = base.as_ref().map(open).filter(|base| base.depth() < DEPTH);
         self.log.push(format!("save {name:?} on {:?}", base.as_ref().map(|base| base.snapshot().path().to_path_buf())));
         let pending = UnnamedFile::create(&self.folder.path().join(&name), false).unwrap();
@@ -130,7 +130,7 @@ impl Run {
 
     fn check(&self) {
         for name in self.names() {
-            let packed = open_snapshot(&self.folder.path().join(&name), Some(&passphrase()));
+            let packed = open_snapshot(&self.folder.path().join(&name), &access(Some(&passphrase())));
             let packed = packed.unwrap_or_else(|error| panic!("{name:?}: {error}: {:#?}", self.log));
             assert_same(&Snapshot::open(&self.plain(&name)).unwrap(), &packed);
         }
@@ -161,6 +161,7 @@ fn what_is_done_to_a_directory_changes_nothing_of_what_its_snapshots_hold() {
 }
 
 fn depth_of(folder: &Path, names: &[OsString]) -> usize {
-    let depth = |name: &OsString| Base::open(&folder.join(name), Some(&passphrase())).map_or(0, |base| base.depth());
+    let depth =
+        |name: &OsString| Base::open(&folder.join(name), &access(Some(&passphrase()))).map_or(0, |base| base.depth());
     names.iter().map(depth).max().unwrap_or(0)
 }

@@ -4,16 +4,16 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use limosa_image::luks::Passphrase;
-use limosa_pack::{PackError, open_snapshot};
+use limosa_pack::{Access, PackError, open_snapshot};
 use limosa_page::error_with_causes;
 use limosa_testkit::{qemu_img, qemu_io};
 use proptest::prelude::*;
 
 use crate::fixture::{self, QUICK, small};
-use crate::{encrypted, options, pack_file};
+use crate::{access, encrypted, options, pack_file};
 
 fn line(path: &Path, key: Option<&Passphrase>) -> String {
-    let line = error_with_causes(&open_snapshot(path, key).unwrap_err());
+    let line = error_with_causes(&open_snapshot(path, &access(key)).unwrap_err());
     assert!(!line.contains('\n') && line.contains(path.file_name().unwrap().to_str().unwrap()), "{line}");
     line
 }
@@ -44,10 +44,10 @@ fn a_wrong_key_and_a_missing_one_are_two_errors() {
     let path = directory.path().join("vm.qcow2");
     pack_file(&small(directory.path(), "vm", QUICK), &path, None, &encrypted());
     assert!(line(&path, None).contains("no passphrase was given"));
-    assert!(matches!(open_snapshot(&path, None), Err(error) if error.is_about_passphrase()));
+    assert!(matches!(open_snapshot(&path, &Access::default()), Err(error) if error.is_about_passphrase()));
     let wrong = Passphrase::new(b"guess".to_vec());
     assert!(line(&path, Some(&wrong)).contains("does not open any key slot"));
-    assert!(matches!(open_snapshot(&path, Some(&wrong)), Err(error) if error.is_about_passphrase()));
+    assert!(matches!(open_snapshot(&path, &access(Some(&wrong))), Err(error) if error.is_about_passphrase()));
 }
 
 /// A packed snapshot, and where a page of it is compressed.
@@ -62,7 +62,7 @@ fn packed(directory: &Path) -> (std::path::PathBuf, Vec<u8>) {
 fn a_file_that_is_written_to_while_it_is_open_is_an_error() {
     let directory = tempfile::tempdir().unwrap();
     let (path, bytes) = packed(directory.path());
-    let snapshot = open_snapshot(&path, None).unwrap();
+    let snapshot = open_snapshot(&path, &Access::default()).unwrap();
     let mut page = [0; 4096];
     snapshot.read_pages(0, fixture::range(300, 301), &mut page).unwrap();
     std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
@@ -86,7 +86,7 @@ fn an_image_that_another_program_writes_is_not_opened() {
     let directory = tempfile::tempdir().unwrap();
     let (path, _) = packed(directory.path());
     let _writer = limosa_storage::FileStorage::open(&path, &limosa_storage::FileOptions::default()).unwrap();
-    assert!(matches!(open_snapshot(&path, None), Err(PackError::Image(_))));
+    assert!(matches!(open_snapshot(&path, &Access::default()), Err(PackError::Image(_))));
 }
 
 #[test]
@@ -133,7 +133,7 @@ proptest! {
             image[at..end].copy_from_slice(&bytes[..end - at]);
         }
         std::fs::write(&path, image).unwrap();
-        let Ok(snapshot) = open_snapshot(&path, None) else { return Ok(()) };
+        let Ok(snapshot) = open_snapshot(&path, &Access::default()) else { return Ok(()) };
         let mut page = [0; 4096];
         for number in 300..310 {
             if snapshot.has_checksums()

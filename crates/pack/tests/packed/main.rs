@@ -7,15 +7,17 @@ mod directory_random;
 #[path = "../../../snapshot/tests/snapshots/fixture/mod.rs"]
 mod fixture;
 mod hostile;
+mod remote;
 mod round_trip;
 mod stock;
+mod working_set;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use limosa_image::luks::Passphrase;
 use limosa_migrate::Handle;
-use limosa_pack::{Base, PackEncryption, PackOptions, Packed, open_snapshot, pack, unpack};
+use limosa_pack::{Access, Base, PackEncryption, PackOptions, Packed, open_snapshot, pack, unpack};
 use limosa_page::{PageNumber, PageRange};
 use limosa_snapshot::{Durability, Manifest, Snapshot, UnnamedFile};
 
@@ -37,17 +39,22 @@ pub(crate) fn encrypted() -> PackOptions {
     options
 }
 
+/// The access with a key.
+pub(crate) fn access(key: Option<&Passphrase>) -> Access {
+    Access::default().passphrase(key.cloned())
+}
+
 /// Packs a snapshot file.
 pub(crate) fn pack_file(source: &Path, target: &Path, base: Option<&Path>, options: &PackOptions) -> Packed {
     let key = options.encryption.as_ref().map(|encryption| encryption.passphrase.clone());
-    let snapshot = open_snapshot(source, key.as_ref()).unwrap();
-    let base = base.map(|base| Base::open(base, key.as_ref()).unwrap());
+    let snapshot = open_snapshot(source, &access(key.as_ref())).unwrap();
+    let base = base.map(|base| Base::open(base, &access(key.as_ref())).unwrap());
     let pending = UnnamedFile::create(target, false).unwrap();
     pack(&snapshot, pending, base.as_ref(), options, &Handle::new()).unwrap()
 }
 
 pub(crate) fn unpack_file(source: &Path, target: &Path, key: Option<&Passphrase>) {
-    let snapshot = open_snapshot(source, key).unwrap();
+    let snapshot = open_snapshot(source, &access(key)).unwrap();
     let pending = UnnamedFile::create(target, false).unwrap();
     unpack(&snapshot, pending, Durability::Unsynced, &Handle::new()).unwrap();
 }

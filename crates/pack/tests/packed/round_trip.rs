@@ -2,13 +2,13 @@
 
 use limosa_migrate::Handle;
 use limosa_migrate::stored::PageSource as _;
-use limosa_pack::{is_packed, open_snapshot, pack};
+use limosa_pack::{Access, is_packed, open_snapshot, pack};
 use limosa_page::PageNumber;
 use limosa_snapshot::{Snapshot, SnapshotError, UnnamedFile, seal_snapshot};
 use proptest::prelude::*;
 
 use crate::fixture::{self, CHECKED, QUICK, small};
-use crate::{assert_same, encrypted, options, pack_file, passphrase, snapshot, unpack_file};
+use crate::{access, assert_same, encrypted, options, pack_file, passphrase, snapshot, unpack_file};
 
 #[test]
 fn a_packed_snapshot_reads_as_the_file_and_unpacks_to_its_very_bytes() {
@@ -20,7 +20,7 @@ fn a_packed_snapshot_reads_as_the_file_and_unpacks_to_its_very_bytes() {
             let packed = pack_file(&source, &target, None, &how);
             assert!(packed.length < 4 << 20 && packed.page_bytes == 18 * 4096, "{packed:?}");
             assert!(is_packed(&target) && !is_packed(&source));
-            let snapshot = open_snapshot(&target, Some(&passphrase())).unwrap();
+            let snapshot = open_snapshot(&target, &access(Some(&passphrase()))).unwrap();
             assert!(snapshot.is_packed() && !snapshot.is_mappable());
             assert_same(&Snapshot::open(&source).unwrap(), &snapshot);
             assert_eq!(snapshot.has_checksums(), name == "checked");
@@ -39,7 +39,7 @@ fn nothing_of_a_packed_snapshot_is_passed_on_from_the_file() {
     let source = small(directory.path(), "vm", QUICK);
     let target = directory.path().join("vm.qcow2");
     pack_file(&source, &target, None, &options());
-    let snapshot = open_snapshot(&target, None).unwrap();
+    let snapshot = open_snapshot(&target, &Access::default()).unwrap();
     assert!(snapshot.locate(0, PageNumber(300)).is_none() && snapshot.file_location(0, PageNumber(300)).is_none());
     assert!(seal_snapshot(&target).is_err());
     // A save that would replace it is refused while it is served.
@@ -60,7 +60,7 @@ fn stale_bytes_in_a_file_of_qemus_are_left_out() {
     assert!(packed.length < 1 << 20, "{packed:?}");
     unpack_file(&target, &back, None);
     let (one, other) = (Snapshot::open(&source).unwrap(), Snapshot::open(&back).unwrap());
-    assert_same(&one, &open_snapshot(&target, None).unwrap());
+    assert_same(&one, &open_snapshot(&target, &Access::default()).unwrap());
     assert_eq!(one.length(), other.length());
     let place = one.layout().blocks[0].file_offset(4096).unwrap();
     let mut bytes = [1; 4096];
@@ -72,7 +72,7 @@ fn stale_bytes_in_a_file_of_qemus_are_left_out() {
 fn a_cancelled_pack_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let source = small(directory.path(), "vm", QUICK);
-    let snapshot = open_snapshot(&source, None).unwrap();
+    let snapshot = open_snapshot(&source, &Access::default()).unwrap();
     let pending = UnnamedFile::create(&directory.path().join("vm.qcow2"), false).unwrap();
     let handle = Handle::new();
     handle.control.stop(limosa_migrate::control::Stop::Cancel);
@@ -89,7 +89,7 @@ fn a_long_reader_and_many_faults_see_the_same_bytes() {
     let source = snapshot(&directory.path().join("vm"), pages, &contents);
     let target = directory.path().join("vm.qcow2");
     pack_file(&source, &target, None, &options());
-    let (plain, packed) = (Snapshot::open(&source).unwrap(), open_snapshot(&target, None).unwrap());
+    let (plain, packed) = (Snapshot::open(&source).unwrap(), open_snapshot(&target, &Access::default()).unwrap());
     std::thread::scope(|scope| {
         scope.spawn(|| assert_same(&plain, &packed));
         for seed in 1..4_u64 {
@@ -124,7 +124,7 @@ proptest! {
         how.level = Some(level);
         how.cluster_size = Some(1 << bits);
         pack_file(&source, &target, None, &how);
-        assert_same(&Snapshot::open(&source).unwrap(), &open_snapshot(&target, Some(&passphrase())).unwrap());
+        assert_same(&Snapshot::open(&source).unwrap(), &open_snapshot(&target, &access(Some(&passphrase()))).unwrap());
         let back = directory.path().join("back");
         unpack_file(&target, &back, Some(&passphrase()));
         prop_assert!(std::fs::read(&source).unwrap() == std::fs::read(&back).unwrap());

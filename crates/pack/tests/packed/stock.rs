@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::process::Command;
 
-use limosa_pack::open_snapshot;
+use limosa_pack::{Access, open_snapshot};
 use limosa_snapshot::Snapshot;
 use limosa_testkit::{Process, qemu_img, wait_for};
 
 use crate::fixture::{CHECKED, small};
-use crate::{assert_same, encrypted, options, pack_file, passphrase, snapshot};
+use crate::{access, assert_same, encrypted, options, pack_file, passphrase, snapshot};
 
 /// The bytes of a file without the zeros that fill up its last sector.
 fn assert_padded(raw: &Path, plain: &Path) {
@@ -33,7 +33,7 @@ fn stock_qemu_img_finds_no_fault_and_makes_a_snapshot_of_it_again() {
     // The other way round.
     let stock = at("stock.qcow2").to_str().unwrap().to_owned();
     qemu_img(["convert", "-c", "-f", "raw", "-O", "qcow2", source.to_str().unwrap(), &stock]).unwrap();
-    assert_same(&Snapshot::open(&source).unwrap(), &open_snapshot(&at("stock.qcow2"), None).unwrap());
+    assert_same(&Snapshot::open(&source).unwrap(), &open_snapshot(&at("stock.qcow2"), &Access::default()).unwrap());
 }
 
 #[test]
@@ -72,5 +72,8 @@ fn stock_qemu_img_reads_an_encrypted_chain() {
     let export = format!("nbd+unix:///vm?socket={}", socket.display());
     qemu_img(["convert", "-f", "raw", "-O", "raw", &export, &raw]).unwrap();
     assert_padded(&at("raw"), &two);
-    assert_eq!(open_snapshot(&at("2.qcow2"), Some(&passphrase())).unwrap().id(), Snapshot::open(&two).unwrap().id());
+    assert_eq!(
+        open_snapshot(&at("2.qcow2"), &access(Some(&passphrase()))).unwrap().id(),
+        Snapshot::open(&two).unwrap().id()
+    );
 }

@@ -44,6 +44,9 @@ pub fn restore(restore: RestoreRequest<'_>) -> Result<RestoreReport, JobError> {
     let job = RestoreJob { monitor, snapshot, path, options, watch, observer, start_watchdog, begun, runs, page_sizes };
     let then = if runs { "run" } else { "stay paused" };
     tracing::info!("restoring {mode}; the guest is to {then}");
+    if let (PlannedMode::Lazy, Some(set)) = (&mode, &options.working_set) {
+        snapshot.fetch_ahead(set);
+    }
     match mode {
         PlannedMode::Eager => eager::run(&job, &qemu, &[]),
         PlannedMode::Mapped(blocks) => eager::run(&job, &qemu, &blocks),

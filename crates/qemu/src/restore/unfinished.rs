@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::Uri;
 use limosa_migrate::Handle;
-use limosa_pack::open_snapshot;
+use limosa_pack::{Access, open_snapshot};
 use limosa_snapshot::{Snapshot, WorkingSet};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -41,7 +41,7 @@ const ASK_EVERY: Duration = Duration::from_millis(5);
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct UnfinishedRestore {
     record: JobRecord,
-    /// The snapshot's absolute path, as bytes: not every path is text.
+    /// The snapshot's absolute path or its URL, as bytes: not every path is text.
     path: Vec<u8>,
     preempt: bool,
     listen: Option<String>,
@@ -92,9 +92,8 @@ impl UnfinishedRestore {
     }
 
     /// Opens the snapshot and locks it, so that nothing replaces it while the guest needs it.
-    pub(crate) fn keep(self) -> Result<KeptSnapshot, JobError> {
-        // One that is encrypted is not opened: nobody but its user has the key.
-        let snapshot = open_snapshot(&PathBuf::from(OsString::from_vec(self.path.clone())), None)?;
+    pub(crate) fn keep(self, access: &Access) -> Result<KeptSnapshot, JobError> {
+        let snapshot = open_snapshot(&PathBuf::from(OsString::from_vec(self.path.clone())), access)?;
         if snapshot.id() != self.record.snapshot {
             return Err(JobError::refused("another snapshot has its name now; recover from the one that was restored"));
         }

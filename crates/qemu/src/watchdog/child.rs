@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use limosa_pack::Access;
 use limosa_page::error_with_causes;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -45,10 +46,12 @@ pub struct Advice {
 
 /// Runs the watchdog, with the two arguments that [`super::Watchdog::spawn`] appended. Called by the hidden
 /// subcommand; nothing may have been written to stdout before, which is the monitor.
+///
+/// The snapshot of a lazily restored guest is opened with this access. One that it does not open is left to its user.
 #[must_use]
-pub fn run(arguments: &[OsString], advice: Advice) -> ExitCode {
+pub fn run(arguments: &[OsString], advice: Advice, access: &Access) -> ExitCode {
     signals::ignore();
-    match watch(arguments, advice) {
+    match watch(arguments, advice, access) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // The terminal may be gone.
@@ -93,7 +96,7 @@ struct Peer<'a> {
     disk_servers: &'a [PathBuf],
 }
 
-fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
+fn watch(arguments: &[OsString], advice: Advice, access: &Access) -> Result<(), ChildError> {
     let [monitor, qemu, started, pid] = arguments else { return Err(ChildError::Usage) };
     let monitor = monitor.to_string_lossy().into_owned();
     let started = started.to_str().and_then(|started| started.parse().ok()).ok_or(ChildError::Usage)?;
@@ -125,7 +128,7 @@ fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
     let silence = Cell::new(None);
     let control = Control { socket: control, held: &held, silence: &silence, watched: &watched };
     match listen(BufReader::new(control), (&held, &silence), |unfinished| {
-        kept = Some(unfinished.keep());
+        kept = Some(unfinished.keep(access));
     }) {
         JobEnd::Done => Ok(()),
         JobEnd::Dead { temporary, disk_servers } => {
@@ -362,7 +365,10 @@ mod tests {
 
     #[test]
     fn a_person_who_calls_the_watchdog_is_turned_away() {
-        assert!(matches!(watch(&[OsString::from("unix:/x")], SILENT), Err(ChildError::Usage)));
-        assert!(matches!(watch(&["unix:/x", "pid"].map(OsString::from), SILENT), Err(ChildError::Usage)));
+        assert!(matches!(watch(&[OsString::from("unix:/x")], SILENT, &Access::default()), Err(ChildError::Usage)));
+        assert!(matches!(
+            watch(&["unix:/x", "pid"].map(OsString::from), SILENT, &Access::default()),
+            Err(ChildError::Usage)
+        ));
     }
 }

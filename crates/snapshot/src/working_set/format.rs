@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | 0 | 8 | magic `limosa\x1aw` |
 //! | 8 | 4 | version, 1 |
-//! | 12 | 4 | restore mode of the recorded guest: 1 mapped, 2 lazy |
+//! | 12 | 4 | restore mode of the recorded guest: 1 mapped, 2 lazy; 3: not known, it was in an image |
 //! | 16 | 16 | id of the snapshot |
 //! | 32 | 8 | when the recording began, in seconds since 1970 |
 //! | 40 | 8 | how long it took, in milliseconds |
@@ -37,6 +37,7 @@ pub(super) fn encode(set: &WorkingSet) -> Vec<u8> {
     let mode: u32 = match set.mode {
         RecordedMode::Mapped => 1,
         RecordedMode::Lazy => 2,
+        RecordedMode::Image => 3,
     };
     for word in [VERSION, mode] {
         bytes.extend_from_slice(&word.to_le_bytes());
@@ -101,6 +102,7 @@ pub(super) fn decode(bytes: &[u8], snapshot: Uuid, blocks: &[PageBitmap]) -> Res
     let mode = match fields.u32()? {
         1 => RecordedMode::Mapped,
         2 => RecordedMode::Lazy,
+        3 => RecordedMode::Image,
         _ => return Err(damaged("its restore mode is unknown")),
     };
     let id = Uuid::from_bytes(fields.take()?);

@@ -8,6 +8,7 @@
 //! it asks for is bounded: each page at most once.
 
 mod format;
+mod inside;
 mod plan;
 mod read_ahead;
 mod recorder;
@@ -38,6 +39,8 @@ pub enum RecordedMode {
     Mapped,
     /// Its memory came lazily: pages are those that it requested.
     Lazy,
+    /// The record is a bitmap of an image: pages are those of its clusters, in no order, and nothing else is known.
+    Image,
 }
 
 /// Pages of a snapshot that a guest touched after its start.
@@ -48,23 +51,26 @@ pub struct WorkingSet {
     pub snapshot: Uuid,
     /// How the guest was restored.
     pub mode: RecordedMode,
-    /// When the recording began, in seconds since 1970.
+    /// When the recording began, in seconds since 1970; 0 if that is not known.
     pub begun: u64,
-    /// How long it took.
+    /// How long it took; 0 if that is not known.
     pub duration: Duration,
     /// The pages in about the order of their first touch. No page is in it twice.
     pub ranges: Vec<BlockRange>,
 }
 
 impl WorkingSet {
-    /// Reads the working set beside a snapshot; `None` if no file has its name. None is beside an object of a store.
+    /// Reads the working set of a snapshot: the one beside it, else the one that is inside of a packed one. `None` if
+    /// there is neither. Nothing is beside an object of a store.
     ///
     /// # Errors
     /// [`SnapshotError::WorkingSet`] if the file there is not this snapshot's working set; that it cannot be read.
     pub fn of(snapshot: &Snapshot) -> Result<Option<Self>, SnapshotError> {
-        if snapshot.is_remote() {
-            return Ok(None);
-        }
+        let beside = if snapshot.is_remote() { None } else { Self::beside(snapshot)? };
+        if beside.is_some() { Ok(beside) } else { Self::inside(snapshot) }
+    }
+
+    fn beside(snapshot: &Snapshot) -> Result<Option<Self>, SnapshotError> {
         let path = Self::path_of(snapshot)?;
         let failed = |source| SnapshotError::io("read it", &path, None, source);
         let invalid = |why| SnapshotError::WorkingSet { path: path.clone(), why };

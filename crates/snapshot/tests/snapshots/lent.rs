@@ -42,8 +42,8 @@ impl SnapshotBytes for Far {
         None
     }
 
-    fn is_remote(&self) -> bool {
-        true
+    fn object_length(&self) -> Option<u64> {
+        Some(self.length())
     }
 }
 

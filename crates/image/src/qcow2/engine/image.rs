@@ -408,6 +408,14 @@ impl Disk for Qcow2 {
         })
     }
 
+    fn prefetch(&self, at: GuestOffset, length: u64) -> Pending<'_> {
+        Box::pin(async move {
+            let length = length.min(self.len().saturating_sub(at.0));
+            let _inside = self.inner().admit(GuestOffset(at.0.min(self.len())), length)?;
+            self.inner().reader.prefetch(at, length).await
+        })
+    }
+
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_> {
         let inner = self.inner().clone();
         Box::pin(self.inner().writer.own().finish_when_cancelled(async move {

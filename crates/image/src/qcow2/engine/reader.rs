@@ -74,6 +74,24 @@ impl Reader {
         all(parts).await
     }
 
+    /// Has `length` bytes at `at` fetched; see [`Disk::prefetch`](crate::disk::Disk::prefetch).
+    pub(super) async fn prefetch(&self, at: GuestOffset, length: u64) -> Result<(), ImageError> {
+        let _in_use = self.allocator.enter();
+        let (end, mut pos, mut ranges) = (at + length, at, Vec::new());
+        while pos < end {
+            let Extent { length, kind } = self.tables.extent(pos, end).await?;
+            match (kind, self.context.backing()) {
+                (Kind::Own { host, .. }, _) => ranges.push(host.0..host.0.saturating_add(length)),
+                (Kind::Compressed { host, packed }, _) => ranges.push(host.0..host.0.saturating_add(packed.into())),
+                (Kind::Backing { .. }, Some(backing)) => backing.prefetch(pos, length).await?,
+                (Kind::Backing { .. }, None) | (Kind::Zero { .. }, _) => {}
+            }
+            pos += length;
+        }
+        self.context.data().prefetch(&ranges);
+        Ok(())
+    }
+
     /// Returns where the bytes from `at` on come from; see [`Disk::map`](crate::disk::Disk::map).
     pub(super) async fn map(&self, at: GuestOffset, length: u64) -> Result<MapEntry, ImageError> {
         let _in_use = self.allocator.enter();

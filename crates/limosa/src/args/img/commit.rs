@@ -19,6 +19,10 @@ pub(crate) struct ImgCommitArgs {
     #[arg(short, long, value_name = "BASE")]
     base: Option<OsString>,
 
+    /// Make a new object of FILE and all below it, and have FILE stand on that one
+    #[arg(long, value_name = "URL", conflicts_with = "base")]
+    to: Option<OsString>,
+
     /// Do not empty FILE
     #[arg(short, long)]
     drop: bool,
@@ -45,6 +49,7 @@ impl ImgCommitArgs {
         CommitOptions {
             source: Source { cache: self.cache, ..self.image.source(&self.file) },
             base: self.base,
+            to: self.to,
             keep: self.drop,
             rate: self.rate,
             progress: self.report.progress,

@@ -1,0 +1,91 @@
+//! The place of a new packed snapshot: a file, or an object of a store.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use limosa_migrate::Handle;
+use limosa_migrate::control::Stop;
+use limosa_pack::{Base, ObjectFile, PackOptions, Packed, pack, pack_object};
+use limosa_snapshot::{Snapshot, UnnamedFile};
+
+use crate::packed;
+use crate::remote::{self, Sent, Staging, Url};
+
+/// The place of a new packed snapshot.
+pub(crate) enum PackedTarget {
+    File(UnnamedFile),
+    /// An object, and the file that becomes it.
+    Object(Url, Staging),
+}
+
+impl PackedTarget {
+    /// Prepares it, so that what can be refused is before the work.
+    ///
+    /// # Errors
+    /// It exists, and must not be replaced; it cannot be made.
+    pub(crate) fn prepare(name: &Path, replace: bool) -> anyhow::Result<Self> {
+        let Some(url) = remote::target(name.as_os_str())? else {
+            return Ok(Self::File(UnnamedFile::create(name, replace)?));
+        };
+        if replace {
+            bail!("{url}: an object is not replaced, because others may stand on it; omit --force");
+        }
+        remote::check(&url)?;
+        Ok(Self::Object(url, Staging::new()?))
+    }
+
+    /// Packs a snapshot into it.
+    ///
+    /// # Errors
+    /// As [`pack`]; the store's; its base was replaced before it was there.
+    pub(crate) fn pack(
+        self,
+        snapshot: &Snapshot,
+        base: Option<&Base>,
+        options: &PackOptions,
+        handle: &Handle,
+    ) -> anyhow::Result<Packed> {
+        let (url, staging) = match self {
+            Self::File(pending) => return Ok(pack(snapshot, pending, base, options, handle)?),
+            Self::Object(url, staging) => (url, staging),
+        };
+        let name = url.to_string();
+        let object = ObjectFile { file: staging.file(), url: Path::new(&name) };
+        let packed = pack_object(snapshot, object, base, options, handle)?;
+        if let Sent::Cancelled { .. } = upload(staging, &url, handle)? {
+            bail!("{url}: cancelled; no object was made");
+        }
+        // Objects have no locks: its base may be gone.
+        let found = packed::open(&packed.path);
+        let found = found.with_context(|| format!("{url}: is written, and cannot be restored; remove that object"))?;
+        if found.id() != snapshot.id() {
+            bail!("{url}: another object has its name now");
+        }
+        Ok(packed)
+    }
+}
+
+/// How often an upload is asked whether its job was cancelled.
+const TICK: Duration = Duration::from_millis(50);
+
+/// Uploads a file, until its job is cancelled.
+fn upload(staging: Staging, url: &Url, handle: &Handle) -> anyhow::Result<Sent> {
+    let (cancelled, is_over) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                if handle.control.stop_requested() == Some(Stop::Cancel) {
+                    cancelled.store(true, Ordering::Relaxed);
+                }
+                thread::sleep(TICK);
+            }
+        });
+        let sent = staging.upload(url, Arc::clone(&cancelled));
+        is_over.store(true, Ordering::Relaxed);
+        sent
+    })
+}

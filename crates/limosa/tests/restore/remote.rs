@@ -1,0 +1,196 @@
+//! Snapshots in object stores, restored from there: over a slow line, with a store that stops, by a limosa that is
+//! killed.
+
+use std::path::Path;
+use std::time::Duration;
+
+use limosa_testkit::{HttpFault, stores_skipped};
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::far::{Far, cost};
+use crate::needs_qemu;
+use crate::scene::{TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, control, text, wait_guest};
+use crate::stage::{assert_beats, start_command, wait_gone, watchdog_left_by};
+
+/// The line of the tests: 1 Gbit/s, 20 ms.
+const RATE: u64 = 125_000_000;
+const LATENCY: Duration = Duration::from_millis(20);
+
+#[test]
+fn a_guest_comes_back_from_a_store_lazily_and_eagerly() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let far = Far::new();
+    let key = far.scene.path("key");
+    std::fs::write(&key, "a long and secret sentence").unwrap();
+    let secret = format!("secret,id=s,file={}", text(&key));
+    let key = ["--object", &secret, "--key-secret", "s"];
+    let base = far.scene.path("base.qcow2");
+    let packed = far.packed("base.qcow2", &[]);
+    let encrypted = far.packed("secret.qcow2", &[&key[..], &["--encrypt", "--iter-time", "1ms"]].concat());
+    let increment = far.packed("increment.qcow2", &["--base", text(&base)]);
+    let plain = far.put(&far.saved.snapshot, "plain");
+    for (url, key) in [(&packed, &[][..]), (&encrypted, &key), (&increment, &[]), (&plain, &[])] {
+        for memory in [&["--memory", "lazy"][..], &["--memory", "eager"], &["--channels", "2"], &[]] {
+            far.forget_cache();
+            let destination = beat().start_incoming().unwrap();
+            let socket = destination.qmp_socket();
+            let words = [&["restore", url, "--qmp", text(&socket), "--paused", "--json"], key, memory].concat();
+            let report = far.run(&words).json();
+            let mode = if memory.contains(&"eager") || memory.contains(&"2") { "eager" } else { "lazy" };
+            assert_eq!(report["mode"], json!(mode), "{report}");
+            assert!(cost(&report, "requests") > 0 && cost(&report, "bytes-received") > 0, "{report}");
+            far.saved.assert_is_back(&destination);
+        }
+    }
+    // What was fetched once is read from the cache.
+    let destination = beat().start_incoming().unwrap();
+    let socket = destination.qmp_socket();
+    let words = ["restore", &plain, "--qmp", text(&socket), "--paused", "--json", "--memory", "eager"];
+    let report = far.run(&words).json();
+    assert!(cost(&report, "blocks-in-cache") > 0 && cost(&report, "bytes-received") < 1 << 20, "{report}");
+    far.saved.assert_is_back(&destination);
+    far.scene.assert_tidy();
+}
+
+#[test]
+fn a_snapshot_in_a_store_is_shown_compared_exported_and_unpacked() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let far = Far::new();
+    let snapshot = text(&far.saved.snapshot).to_owned();
+    let packed = far.packed("vm.qcow2", &[]);
+    let plain = far.put(&far.saved.snapshot, "vm");
+    let here = far.run(&["inspect", "--json", &snapshot]).json();
+    let at = |name: &str| text(&far.scene.path(name)).to_owned();
+    far.run(&["export", &snapshot, &at("stream")]).success();
+    for url in [&packed, &plain] {
+        let shown = far.run(&["inspect", "--json", url]).json();
+        assert_eq!((&shown["id"], &shown["pages"]), (&here["id"], &here["pages"]), "{shown}");
+        let people = far.run(&["inspect", url]).success();
+        assert!(people.stdout.contains(url.as_str()), "{}", people.stdout);
+        let same = far.run(&["inspect", "--diff", "--memory", "--json", url, &snapshot]).json();
+        assert_eq!(same["memory"]["differing"], json!(0), "{same}");
+        let (stream, back) = (at("stream-of-object"), at("unpacked"));
+        far.run(&["export", "--force", url, &stream]).success();
+        assert!(std::fs::read(at("stream")).unwrap() == std::fs::read(&stream).unwrap());
+        far.run(&["unpack", "--force", url, &back]).success();
+        assert!(std::fs::read(&snapshot).unwrap() == std::fs::read(&back).unwrap());
+    }
+}
+
+#[test]
+fn a_guest_over_a_slow_line_goes_on_when_its_store_was_gone() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let far = Far::new();
+    let url = far.packed("vm.qcow2", &[]);
+    far.proxy.set_latency(LATENCY);
+    far.proxy.set_rate(Some(RATE));
+    let destination = beat().start_incoming().unwrap();
+    let (socket, control) = (destination.qmp_socket(), far.scene.path("control"));
+    let words = ["restore", &url, "--qmp", text(&socket), "--memory", "lazy", "--run", "--control", text(&control)];
+    let limosa = far.start(&[&words[..], &TRICKLE].concat());
+    wait_guest(&limosa);
+    assert_beats(&destination);
+    far.server.stop();
+    far.forget_cache();
+    // The rest is wanted at once, and cannot be had.
+    limosa.signal(Signal::INT);
+    std::thread::sleep(Duration::from_secs(30));
+    assert!(limosa.is_running(), "{}", limosa.stderr());
+    far.server.resume().unwrap();
+    limosa.wait().success();
+    assert_consistent(&destination);
+    assert_ballast(&destination);
+}
+
+#[test]
+fn a_guest_survives_the_limosa_that_fetches_its_pages() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let far = Far::new();
+    let url = far.packed("vm.qcow2", &[]);
+    for by_watchdog in [true, false] {
+        let destination = beat().start_incoming().unwrap();
+        let (socket, steering) = (destination.qmp_socket(), far.scene.path("control"));
+        let words =
+            ["restore", &url, "--qmp", text(&socket), "--memory", "lazy", "--run", "--control", text(&steering)];
+        // The watchdog keeps to the rate.
+        let rate = if by_watchdog { ["--max-bandwidth", "8M"] } else { TRICKLE };
+        let limosa = far.start(&[&words[..], &rate].concat());
+        wait_guest(&limosa);
+        assert_beats(&destination);
+        if by_watchdog {
+            limosa.signal(Signal::KILL);
+            watchdog_left_by(limosa.pid()).into_iter().for_each(wait_gone);
+            limosa.wait();
+        } else {
+            control(&steering).execute("migrate-pause", json!({})).unwrap();
+            assert_failed(&limosa.wait(), &["recover with: limosa restore --recover s3://"]);
+            far.run(&["restore", "--recover", &url, "--qmp", text(&socket)]).success();
+        }
+        assert_consistent(&destination);
+        assert_ballast(&destination);
+    }
+}
+
+#[test]
+fn an_object_that_is_replaced_is_never_mixed_with_the_one_that_was_restored() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let far = Far::new();
+    let (url, other) = (far.packed("vm.qcow2", &[]), far.packed("other.qcow2", &["--level", "1"]));
+    let destination = beat().start_incoming().unwrap();
+    let socket = destination.qmp_socket();
+    let words = ["restore", &url, "--qmp", text(&socket), "--memory", "lazy", "--run"];
+    let mut command = far.command(&[&words[..], &TRICKLE].concat());
+    // Nothing of it is kept anywhere.
+    command.env("LIMOSA_CACHE_DIR", "");
+    let limosa = start_command(command);
+    wait_guest(&limosa);
+    let folder = far.server.folder();
+    std::fs::rename(folder.join("other.qcow2"), folder.join("vm.qcow2")).unwrap();
+    limosa.signal(Signal::INT);
+    assert_failed(&limosa.wait(), &["recover with: limosa restore --recover s3://"]);
+    assert!(other.ends_with("other.qcow2"));
+    // The same snapshot, packed otherwise: what it has is what the guest lacks.
+    far.run(&["restore", "--recover", &url, "--qmp", text(&socket)]).success();
+    assert_consistent(&destination);
+    assert_ballast(&destination);
+}
+
+#[test]
+fn what_cannot_be_restored_is_refused_before_a_vm_is_touched() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let far = Far::new();
+    let url = far.packed("vm.qcow2", &[]);
+    let destination = beat().start_incoming().unwrap();
+    let socket = destination.qmp_socket();
+    let restore = |url: &str, more: &[&str]| far.run(&[&["restore", url, "--qmp", text(&socket)], more].concat());
+    assert_failed(&restore("s3://bucket/none", &[]), &["s3://bucket/none", "NoSuchKey"]);
+    assert_failed(&restore(&url, &["--memory", "mapped"]), &["cannot restore mapped"]);
+    far.proxy.set_faults(|_| HttpFault::Status(403, "AccessDenied"));
+    assert_failed(&restore(&url, &[]), &[&url, "AccessDenied"]);
+    far.proxy.set_faults(|_| HttpFault::None);
+    let stream = far.put(Path::new("/proc/self/exe"), "stream");
+    assert_failed(&restore(&stream, &[]), &[&stream]);
+    // It is as it was.
+    let report = restore(&url, &["--paused", "--json"]).json();
+    assert_eq!(report["vm_state"], json!("paused"));
+    far.saved.assert_is_back(&destination);
+}
