@@ -79,6 +79,8 @@ pub struct ObjectEntry {
     pub length: u64,
     /// When it was written.
     pub modified: SystemTime,
+    /// The store's mark of its contents, if it has one: other contents have another.
+    pub tag: Option<String>,
 }
 
 /// The client of object stores that a program has, if it has one.

@@ -23,7 +23,7 @@ use crate::report;
 use crate::usage::misused;
 use crate::vm_state;
 use crate::working_set::ShownWorkingSet;
-use limosa_console::{check_stdout, print_out, say};
+use limosa_console::{check_stdout, error_line, print_out, say};
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     packed::define_key(&args.key)?;
@@ -52,7 +52,11 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     };
     let working_set = snapshot.as_ref().and_then(ShownWorkingSet::of);
     let is_remote = snapshot.as_ref().is_some_and(Snapshot::is_remote);
-    let images = snapshot.as_ref().map_or_else(|| Ok(Vec::new()), Snapshot::images)?;
+    let images = snapshot.as_ref().map_or_else(|| Ok(Vec::new()), Snapshot::images);
+    let images = images.unwrap_or_else(|error| {
+        say!("limosa: what is in which image cannot be shown: {}", error_line(&error));
+        Vec::new()
+    });
     let mapped_by = snapshot.as_ref().filter(|_| !is_remote).and_then(mappers);
     let shown = Shown { summary, working_set, mapped_by, images, is_remote };
     if args.json {

@@ -56,12 +56,14 @@ impl PackedTarget {
         let name = url.to_string();
         let object = ObjectFile { file: staging.file(), url: Path::new(&name) };
         let packed = pack_object(snapshot, object, base, options, handle)?;
-        if let Sent::Cancelled { .. } = upload(staging, &url, handle)? {
-            bail!("{url}: cancelled; no object was made");
+        if let Sent::Cancelled { is_kept } = upload(staging, &url, handle)? {
+            let parts = if is_kept { "; the store has parts of it until it is made again" } else { "" };
+            bail!("{url}: cancelled; no object was made{parts}");
         }
         // Objects have no locks: its base may be gone.
         let found = packed::open(&packed.path);
-        let found = found.with_context(|| format!("{url}: is written, and cannot be restored; remove that object"))?;
+        let found =
+            found.with_context(|| format!("{url}: is written, and was not opened again: limosa inspect {url}"))?;
         if found.id() != snapshot.id() {
             bail!("{url}: another object has its name now");
         }
@@ -75,17 +77,26 @@ const TICK: Duration = Duration::from_millis(50);
 /// Uploads a file, until its job is cancelled.
 fn upload(staging: Staging, url: &Url, handle: &Handle) -> anyhow::Result<Sent> {
     let (cancelled, is_over) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            while !is_over.load(Ordering::Relaxed) {
-                if handle.control.stop_requested() == Some(Stop::Cancel) {
-                    cancelled.store(true, Ordering::Relaxed);
-                }
-                thread::sleep(TICK);
+    let look = || {
+        while !is_over.load(Ordering::Relaxed) {
+            if handle.control.stop_requested() == Some(Stop::Cancel) {
+                cancelled.store(true, Ordering::Relaxed);
             }
-        });
-        let sent = staging.upload(url, Arc::clone(&cancelled));
-        is_over.store(true, Ordering::Relaxed);
-        sent
+            thread::sleep(TICK);
+        }
+    };
+    thread::scope(|scope| {
+        thread::Builder::new().name("upload".into()).spawn_scoped(scope, look).context("no thread")?;
+        let _over = Over(&is_over);
+        staging.upload(url, Arc::clone(&cancelled))
     })
+}
+
+/// Says that an upload is over, also if it panics: the thread that looks after it would be waited for.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }

@@ -65,7 +65,7 @@ pub(crate) fn add_cost(object: &mut Value) {
 
 #[cfg(feature = "remote")]
 mod with_client {
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
     use std::ffi::OsStr;
     use std::fs::File;
     use std::io;
@@ -161,7 +161,7 @@ mod with_client {
                 let why = format!("the object was replaced since the overlay was made: it is {}", object.content());
                 return Err(failed(io::Error::new(io::ErrorKind::InvalidData, why)));
             }
-            if !object.pin().is_strong() {
+            if !object.pin().is_strong() && WEAK.lock().insert(url.to_owned()) {
                 say!("limosa: {url}: pinned by its {} only: not every replacement can be noticed", object.pin());
             }
             OPENED.lock().add(url, &object);
@@ -175,6 +175,7 @@ mod with_client {
                 url: object.url,
                 length: object.length,
                 modified: object.modified,
+                tag: object.tag,
             };
             Ok(found.objects.into_iter().map(entry).collect())
         }
@@ -188,6 +189,9 @@ mod with_client {
             Ok(())
         }
     }
+
+    /// Objects whose replacement may not be noticed, which was said.
+    static WEAK: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
     /// Requests that were no part of reading or writing an object.
     static LISTED: AtomicU64 = AtomicU64::new(0);

@@ -131,6 +131,10 @@ fn pack_plain(
     let handles = JobHandles::with_socket(args.job.steer.control.as_deref(), JobKind::Save, "packing", false)?;
     let packed = target.pack(&snapshot, base, packing, &handles.engine)?;
     drop(handles);
+    if is_object(&packed.path) {
+        // It was opened again.
+        return Ok(packed);
+    }
     let found = packed::open(&packed.path)?;
     found.check_restorable()?;
     if found.id() != snapshot.id() {

@@ -54,6 +54,9 @@ pub(crate) fn summary<'a>(images: impl Iterator<Item = &'a Image>) -> Option<Pac
     Some(summary)
 }
 
+/// The most parts of a disk that are looked through, more than 512 GiB of compressed memory have.
+const PARTS_MOST: u64 = 1 << 22;
+
 /// Says what of a disk is read from each of its images, the topmost one first.
 pub(crate) fn shares<'a>(disk: &Qcow2, images: impl Iterator<Item = &'a Image>) -> Result<Vec<PackedImage>, PackError> {
     let image = |image: &Image| {
@@ -61,8 +64,13 @@ pub(crate) fn shares<'a>(disk: &Qcow2, images: impl Iterator<Item = &'a Image>) 
         Ok(PackedImage { name: image.path.display().to_string(), length, contents: 0 })
     };
     let mut shares: Vec<_> = images.map(image).collect::<Result<_, PackError>>()?;
-    let mut at = 0;
+    let (mut at, mut parts) = (0, 0_u64);
     while at < disk.len() {
+        parts += 1;
+        if parts > PARTS_MOST {
+            let (path, what) = (Path::new(&**disk.name()).to_path_buf(), "it has too many parts to be looked through");
+            return Err(PackError::Unsupported { path, what: what.to_owned() });
+        }
         let found = block_on(disk.map(GuestOffset(at), disk.len() - at))?;
         if matches!(found.kind, BlockStatus::Data | BlockStatus::Compressed)
             && let Some(share) = shares.get_mut(usize::try_from(found.depth).unwrap_or(usize::MAX))

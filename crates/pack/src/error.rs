@@ -117,6 +117,16 @@ impl PackError {
         Self::Image(error.into())
     }
 
+    /// Whether the bytes could not be had, so that it is not known what they are.
+    pub(crate) const fn is_unreadable(&self) -> bool {
+        matches!(
+            self,
+            Self::Io { .. }
+                | Self::Image(ImageError::Storage(_))
+                | Self::Snapshot(SnapshotError::Io { .. } | SnapshotError::Packed { .. })
+        )
+    }
+
     /// Whether a passphrase is missing or wrong.
     #[must_use]
     pub fn is_about_passphrase(&self) -> bool {

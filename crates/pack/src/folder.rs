@@ -20,8 +20,11 @@ use uuid::Uuid;
 
 use crate::entry::{SnapshotEntry, SnapshotFile, fill, is_cut_snapshot};
 use crate::error::PackError;
-use crate::head::{Head, starts_as_image};
+use crate::head::{Head, may_name, starts_as_image};
 use crate::open::{Access, open_snapshot};
+
+/// How often a folder is looked at again that others change.
+const TRIES: usize = 5;
 
 /// Objects that are kept open: those of a chain are looked into several times.
 const OPEN_MOST: usize = 32;
@@ -33,8 +36,10 @@ pub struct SnapshotFolder {
     url: String,
     access: Access,
     ignored: BTreeSet<OsString>,
-    /// The heads of objects that were looked into.
-    known: Mutex<HashMap<(String, u64, SystemTime), ObjectHead>>,
+    /// Opens objects, and keeps some of them open.
+    kept: Access,
+    /// The heads of objects that were looked into, by their URLs and tags.
+    known: Mutex<HashMap<(String, String), ObjectHead>>,
 }
 
 /// The part of an object's head that a list needs.
@@ -43,6 +48,8 @@ struct ObjectHead {
     is_packed: bool,
     is_encrypted: bool,
     base: Option<OsString>,
+    /// The snapshot that the base must hold.
+    base_id: Option<Uuid>,
     id: Option<Uuid>,
 }
 
@@ -51,9 +58,9 @@ impl SnapshotFolder {
     #[must_use]
     pub fn new(url: &str, access: &Access) -> Self {
         let stores = ObjectStores::new(Arc::new(Kept { stores: access.stores.clone(), open: Mutex::default() }));
-        let access = access.clone().stores(stores);
+        let (access, kept) = (access.clone(), access.clone().stores(stores));
         let url = format!("{}/", url.trim_end_matches('/'));
-        Self { url, access, ignored: BTreeSet::new(), known: Mutex::default() }
+        Self { url, access, ignored: BTreeSet::new(), kept, known: Mutex::default() }
     }
 
     /// The folder of a snapshot, and its name there; `None`: it has none.
@@ -113,27 +120,62 @@ impl SnapshotFolder {
     fn remove_if(&self, name: &OsStr, planned: Option<&SnapshotFile>) -> Result<(), PackError> {
         let path = self.path_of(name);
         let url = path.to_str().ok_or_else(|| PackError::Foreign { path: path.clone() })?;
-        let (mut found, mut by) = (None, Vec::new());
-        for object in self.objects()? {
-            let head = self.head_of(&object);
+        let mut objects = self.objects()?;
+        for _ in 0..TRIES {
+            self.check_removable(name, url, &objects, planned)?;
+            // Looking into all of them may have taken minutes.
+            let now = self.objects()?;
+            if now == objects {
+                return self.access.stores.remove(url).map_err(PackError::storage);
+            }
+            objects = now;
+        }
+        let what = "the folder is changed all the time".to_owned();
+        Err(PackError::Unsupported { path, what })
+    }
+
+    /// Fails unless an object is a snapshot that no other one of these stands on.
+    fn check_removable(
+        &self,
+        name: &OsStr,
+        url: &str,
+        objects: &[ObjectEntry],
+        planned: Option<&SnapshotFile>,
+    ) -> Result<(), PackError> {
+        let path = PathBuf::from(url);
+        let (mut found, mut others) = (None, Vec::new());
+        for object in objects {
+            let head = self.head_of(object);
             if object.url == url {
                 found = Some(head?);
                 continue;
             }
-            let path = Path::new(&object.url);
-            let head =
-                head.map_err(|source| PackError::Unknown { path: path.to_path_buf(), source: Box::new(source) })?;
-            if head.base.as_deref() == Some(name) {
-                by.push(object.url);
-            }
+            let path = PathBuf::from(&object.url);
+            let head = head.map_err(|source| PackError::Unknown { path, source: Box::new(source) })?;
+            others.push((object, head));
         }
         let foreign = || PackError::Foreign { path: path.clone() };
         let head = found.ok_or_else(foreign)?;
         let id = match head.id {
             Some(id) => id,
             // What is in it shows whether it is a snapshot.
-            None => open_snapshot(&path, &self.access).map_err(|_| foreign())?.id(),
+            None => match open_snapshot(&path, &self.access) {
+                Ok(snapshot) => snapshot.id(),
+                Err(error) if error.is_unreadable() => return Err(error),
+                Err(_) => return Err(foreign()),
+            },
         };
+        let stands = |head: &ObjectHead| {
+            // The name of its base may be another object's now. Then this is what would repair it.
+            let has_another = || {
+                let is_base = |(other, it): &(&ObjectEntry, ObjectHead)| {
+                    it.id == head.base_id && head.leads_to(OsStr::new(self.name_of(other)), &other.url)
+                };
+                others.iter().any(is_base)
+            };
+            head.leads_to(name, url) || (head.base_id == Some(id) && !has_another())
+        };
+        let by: Vec<_> = others.iter().filter(|(_, head)| stands(head)).map(|(object, _)| &object.url).collect();
         if planned.is_some_and(|planned| planned.id != Some(id)) {
             let what = "another snapshot has its name now than when this was planned".to_owned();
             return Err(PackError::Unsupported { path, what });
@@ -142,13 +184,17 @@ impl SnapshotFolder {
             let more = if by.len() > 1 { format!(" and {} more", by.len() - 1) } else { String::new() };
             return Err(PackError::Needed { path, by: format!("{first}{more}") });
         }
-        self.access.stores.remove(url).map_err(PackError::storage)
+        Ok(())
     }
 
     /// Its objects, without those to be ignored.
     fn objects(&self) -> Result<Vec<ObjectEntry>, PackError> {
         let mut objects = self.access.stores.list(&self.url).map_err(PackError::storage)?;
-        objects.retain(|object| !self.ignored.contains(OsStr::new(self.name_of(object))));
+        // Some programs make an empty object with the name of the folder itself.
+        objects.retain(|object| {
+            let name = object.url.strip_prefix(&self.url).unwrap_or_default();
+            !name.is_empty() && !self.ignored.contains(OsStr::new(name))
+        });
         Ok(objects)
     }
 
@@ -163,7 +209,7 @@ impl SnapshotFolder {
         entry.saved = object.modified.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
         entry.allocated = object.length;
         match self.head_of(object) {
-            Ok(ObjectHead { is_packed, is_encrypted, base, id }) => {
+            Ok(ObjectHead { is_packed, is_encrypted, base, id, .. }) => {
                 (entry.is_packed, entry.is_encrypted, entry.base, entry.id) = (is_packed, is_encrypted, base, id);
             }
             Err(error) => {
@@ -172,20 +218,21 @@ impl SnapshotFolder {
             }
         }
         entry.is_base_known = true;
-        match open_snapshot(Path::new(&object.url), &self.access) {
+        match open_snapshot(Path::new(&object.url), &self.kept) {
             Ok(snapshot) => fill(&mut entry, &snapshot),
             // A disk image, or no snapshot at all.
-            Err(error) if entry.id.is_none() && !is_cut_snapshot(&error) => return None,
+            Err(error) if entry.id.is_none() && !is_cut_snapshot(&error) && !error.is_unreadable() => return None,
             Err(error) => entry.fault = Some(error_with_causes(&error)),
         }
         Some(entry)
     }
 
     fn head_of(&self, object: &ObjectEntry) -> Result<ObjectHead, PackError> {
-        let key = (object.url.clone(), object.length, object.modified);
-        if let Some(known) = self.known.lock().get(&key) {
-            return Ok(known.clone());
+        let key = object.tag.clone().map(|tag| (object.url.clone(), tag));
+        if let Some(known) = key.as_ref().and_then(|key| self.known.lock().get(key).cloned()) {
+            return Ok(known);
         }
+        // Not one that is kept open: it may have been replaced since.
         let storage = self.access.stores.open(&object.url).map_err(PackError::storage)?;
         let mut known = ObjectHead { is_packed: starts_as_image(&*storage)?, ..ObjectHead::default() };
         if known.is_packed {
@@ -193,11 +240,21 @@ impl SnapshotFolder {
             if let Some(head) = head {
                 known.is_encrypted = head.is_encrypted;
                 known.base = head.base_name().map(OsStr::to_os_string);
+                known.base_id = head.record.as_ref().and_then(|record| record.base).map(|base| base.id);
                 known.id = head.record.map(|record| record.id);
             }
         }
-        self.known.lock().insert(key, known.clone());
+        if let Some(key) = key {
+            self.known.lock().insert(key, known.clone());
+        }
         Ok(known)
+    }
+}
+
+impl ObjectHead {
+    /// Whether its base may be the object of this name and URL.
+    fn leads_to(&self, name: &OsStr, url: &str) -> bool {
+        self.base.as_ref().is_some_and(|base| base == url || may_name(base, name))
     }
 }
 

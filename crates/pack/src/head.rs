@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -87,6 +88,16 @@ impl Head {
     pub(crate) fn base_name(&self) -> Option<&OsStr> {
         self.header.backing.as_ref().map(|backing| backing.name.as_os_str())
     }
+}
+
+/// Whether the name of a backing file, as an image has it, may mean the file of this name beside the image.
+pub(crate) fn may_name(backing: &OsStr, name: &OsStr) -> bool {
+    let (bytes, wanted) = (backing.as_bytes(), name.as_bytes());
+    if let Some(json) = bytes.strip_prefix(b"json:") {
+        let is_plain = wanted.iter().all(|byte| byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\\' | b'/'));
+        return !is_plain || json.windows(wanted.len()).any(|window| window == wanted);
+    }
+    bytes.strip_prefix(b"file:").unwrap_or(bytes) == wanted
 }
 
 /// Opens a file as the storage of an image. The options say whether it is locked.

@@ -16,6 +16,7 @@ use crate::chain::Chain;
 use crate::error::PackError;
 use crate::head::is_image;
 use crate::remote;
+use crate::touched;
 
 /// How often a snapshot is opened again that another limosa replaces at that moment.
 const TRIES: usize = 5;
@@ -92,7 +93,10 @@ pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, PackError> {
     let made = rustix::fs::memfd_create("limosa-fuzz", MemfdFlags::CLOEXEC);
     let file = File::from(made.map_err(|errno| PackError::io("make a file in memory", path)(errno.into()))?);
     file.write_all_at(bytes, 0).map_err(PackError::io("fill a file in memory", path))?;
-    snapshot_of(Chain::open(&file, path, None)?, file, path)
+    let chain = Chain::open(&file, path, None)?;
+    // What a restore looks at, too.
+    _ = touched::of(&chain.disk);
+    snapshot_of(chain, file, path)
 }
 
 /// Returns the snapshot in images; `file` is the topmost one.

@@ -74,7 +74,7 @@ impl PackedObject {
         let length = storage.length().map_err(PackError::storage)?;
         let top = Arc::clone(&storage);
         let (images, contents) = open_chain(storage, name, access)?;
-        let disk = UnpackedDisk::new(Arc::clone(&contents) as Arc<dyn Disk>, unit(images.iter()), THREADS);
+        let disk = UnpackedDisk::far(Arc::clone(&contents) as Arc<dyn Disk>, unit(images.iter()), THREADS);
         Ok(Self { disk, contents, images, top, length, read: ReadCounters::default() })
     }
 

@@ -1,7 +1,7 @@
 //! The working set of a packed snapshot: a persistent bitmap of its image, which stock tools show and keep.
 //!
-//! Law: **it is a hint.** One that is missing, of another program or not to be relied on costs the order of reads, and
-//! nothing else.
+//! Law: **it is a hint.** One that is missing, of another program or not to be relied on costs a reader the order of
+//! reads, and nothing else.
 
 use std::ops::Range;
 
@@ -10,6 +10,9 @@ use limosa_image::{BitmapAction, BitmapBits, Disk, ImageError};
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_snapshot::{Snapshot, WorkingSet};
 use limosa_storage::{Storage, block_on};
+
+/// The most runs of clusters that are looked at, as many as a working set has.
+const RUNS_MOST: usize = 1 << 18;
 
 /// The name of the bitmap.
 pub(crate) const BITMAP: &str = "limosa-working-set";
@@ -49,5 +52,7 @@ pub(crate) fn of(image: &Qcow2) -> Result<Option<Vec<Range<u64>>>, ImageError> {
     let BitmapBits { granularity_bits, bits } = image.bitmap_bits(BITMAP)?;
     let all = PageRange::new(PageNumber(0), PageNumber(bits.len()));
     let offset = |granule: PageNumber| granule.0.checked_shl(granularity_bits.into()).unwrap_or(u64::MAX);
-    Ok(Some(bits.runs_in(all).map(|run| offset(run.start)..offset(run.end)).collect()))
+    // A bitmap that alternates would take more memory than its image.
+    let runs = bits.runs_in(all).take(RUNS_MOST);
+    Ok(Some(runs.map(|run| offset(run.start)..offset(run.end)).collect()))
 }

@@ -35,6 +35,8 @@ pub(crate) struct UnpackedDisk {
     threads: OnceLock<Vec<JoinHandle<()>>>,
     /// Where the last read ended.
     last_end: AtomicU64,
+    /// Whether a thread may wait for a store for minutes: nobody waits for the threads then.
+    is_far: bool,
 }
 
 struct Shared {
@@ -82,7 +84,14 @@ impl UnpackedDisk {
             is_closing: AtomicBool::new(false),
         };
         let last_end = AtomicU64::new(u64::MAX);
-        Self { shared: Arc::new(shared), most_threads, threads: OnceLock::new(), last_end }
+        Self { shared: Arc::new(shared), most_threads, threads: OnceLock::new(), last_end, is_far: false }
+    }
+
+    /// As [`new`](Self::new), of images in a store.
+    pub(crate) fn far(disk: Arc<dyn Disk>, unit: u64, most_threads: usize) -> Self {
+        let mut far = Self::new(disk, unit, most_threads);
+        far.is_far = true;
+        far
     }
 
     /// Its length in bytes.
@@ -261,7 +270,8 @@ impl Drop for UnpackedDisk {
         self.shared.is_closing.store(true, Ordering::Relaxed);
         drop(blocks);
         self.shared.wanted.notify_all();
-        for thread in self.threads.take().into_iter().flatten() {
+        let threads = self.threads.take().into_iter().flatten();
+        for thread in threads.filter(|_| !self.is_far) {
             let _ = thread.join();
         }
     }

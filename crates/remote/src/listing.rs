@@ -31,6 +31,8 @@ pub struct ListedObject {
     pub length: u64,
     /// When it was written.
     pub modified: SystemTime,
+    /// Its `ETag`, which another content does not have.
+    pub tag: Option<String>,
 }
 
 /// The objects of a folder.
@@ -57,7 +59,9 @@ pub fn list(folder: &str, options: &StoreOptions) -> Result<Listing, StorageErro
     if url.is_web() {
         return Err(failed(RemoteError::Settings("a web server has no list of its files".to_owned())));
     }
-    let prefix = url.key().rsplit_once('/').map(|(folder, _)| Path::from(folder));
+    // As it is: another way to make one would encode some characters.
+    let prefix = url.key().rsplit_once('/').map(|(folder, _)| Path::parse(folder)).transpose();
+    let prefix = prefix.map_err(|_| failed(RemoteError::Settings("the folder is not supported".to_owned())))?;
     let store = Store::new(&url, options).map_err(failed)?;
     let requests = Arc::<Count>::default();
     let (store, counted) = (Arc::new(store), Arc::clone(&requests));
@@ -70,6 +74,7 @@ pub fn list(folder: &str, options: &StoreOptions) -> Result<Listing, StorageErro
         url: format!("{}://{}/{}", url.scheme(), url.bucket(), meta.location),
         length: meta.size,
         modified: meta.last_modified.into(),
+        tag: meta.e_tag,
     };
     let mut objects: Vec<_> = found.objects.into_iter().map(listed).collect();
     objects.sort_by(|a, b| a.url.cmp(&b.url));

@@ -121,6 +121,7 @@ fn a_guest_survives_the_limosa_that_fetches_its_pages() {
     let far = Far::new();
     let url = far.packed("vm.qcow2", &[]);
     for by_watchdog in [true, false] {
+        far.forget_cache();
         let destination = beat().start_incoming().unwrap();
         let (socket, steering) = (destination.qmp_socket(), far.scene.path("control"));
         let words =
@@ -132,7 +133,7 @@ fn a_guest_survives_the_limosa_that_fetches_its_pages() {
         assert_beats(&destination);
         if by_watchdog {
             limosa.signal(Signal::KILL);
-            watchdog_left_by(limosa.pid()).into_iter().for_each(wait_gone);
+            wait_gone(watchdog_left_by(limosa.pid()).expect("somebody looks after the guest"));
             limosa.wait();
         } else {
             control(&steering).execute("migrate-pause", json!({})).unwrap();

@@ -18,7 +18,7 @@ use uuid::Uuid;
 
 use super::SnapshotDirectory;
 use crate::error::PackError;
-use crate::head::{Head, is_image, storage_of};
+use crate::head::{Head, is_image, may_name, storage_of};
 use crate::image::DEPTH_LIMIT;
 use crate::open::open_file;
 use crate::record::{Record, TableDigest};
@@ -201,16 +201,14 @@ impl SnapshotDirectory {
 
     /// Whether the name of a backing file is that of a file.
     fn leads_to(&self, backing: &OsStr, target: &Target) -> bool {
-        let bytes = backing.as_bytes();
-        if let Some(json) = bytes.strip_prefix(b"json:") {
-            let name = target.name.as_bytes();
-            let is_plain = name.iter().all(|byte| byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\\' | b'/'));
-            return !is_plain || json.windows(name.len()).any(|window| window == name);
-        }
-        let plain = OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes));
-        if plain == target.name {
+        if may_name(backing, &target.name) {
             return true;
         }
+        let bytes = backing.as_bytes();
+        if bytes.starts_with(b"json:") {
+            return false;
+        }
+        let plain = OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes));
         match std::fs::metadata(self.path.join(plain)) {
             Ok(found) => FileIdentity::of(&found) == target.file,
             Err(error) if error.kind() == ErrorKind::NotFound => false,

@@ -36,7 +36,7 @@ impl OpenObject for Folder {
             let entry = entry?;
             let metadata = entry.metadata()?;
             let url = format!("s3://b/{}", entry.file_name().to_str().unwrap());
-            Ok(ObjectEntry { url, length: metadata.len(), modified: metadata.modified()? })
+            Ok(ObjectEntry { url, length: metadata.len(), modified: metadata.modified()?, tag: None })
         };
         std::fs::read_dir(&self.0).and_then(|entries| entries.map(entry).collect()).map_err(failed)
     }
@@ -163,9 +163,15 @@ fn a_folder_of_a_store_is_listed_as_a_directory_and_what_is_needed_stays() {
     let without = SnapshotFolder::new("s3://b", &Access::default().stores(stores(folder.path())));
     assert!(matches!(without.remove("1.qcow2".as_ref()), Err(PackError::Unknown { .. })));
     assert!(without.list().unwrap().iter().any(|entry| !entry.is_base_known && entry.fault.is_some()));
-    // Another snapshot has the name of one that was to go.
+    // A base is what a record names as well, also if the name is gone.
+    let renamed = folder.path().join("renamed.qcow2");
+    std::fs::rename(folder.path().join("2.qcow2"), &renamed).unwrap();
+    assert!(matches!(far.remove("renamed.qcow2".as_ref()), Err(PackError::Needed { .. })));
+    std::fs::rename(&renamed, folder.path().join("2.qcow2")).unwrap();
+    // Another snapshot has the name of one that was to go, which was open since the list.
     let planned = far.list().unwrap().iter().find(|entry| entry.name == "4.qcow2").unwrap().planned();
-    std::fs::copy(folder.path().join("0.qcow2"), folder.path().join("4.qcow2")).unwrap();
+    std::fs::copy(folder.path().join("0.qcow2"), &renamed).unwrap();
+    std::fs::rename(&renamed, folder.path().join("4.qcow2")).unwrap();
     assert!(far.remove_planned(&planned).unwrap_err().to_string().contains("another snapshot has its name"));
     assert!(
         matches!(SnapshotFolder::of("s3://b/vm/tue", &access), Some((folder, name)) if folder.url() == "s3://b/vm/" && name == "tue")

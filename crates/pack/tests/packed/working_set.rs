@@ -47,6 +47,13 @@ fn an_image_keeps_the_working_set_and_stock_tools_see_it() {
         let again = pack_file(&path, &folder.path().join(format!("again-{name}")), None, &how);
         assert_eq!(again.touched_bytes, packed.touched_bytes);
     }
+    // An increment has one of its own.
+    let increment = folder.path().join("increment.qcow2");
+    let how = options();
+    assert!(pack_file(plain.path(), &increment, Some(&folder.path().join("vm.qcow2")), &how).touched_bytes > 0);
+    let opened = open_snapshot(&increment, &Access::default()).unwrap();
+    assert!(has(&WorkingSet::of(&opened).unwrap().unwrap(), 1500));
+    qemu_img(["check", "-q", increment.to_str().unwrap()]).unwrap();
     let info = qemu_img(["info", "--output", "json", folder.path().join("vm.qcow2").to_str().unwrap()]).unwrap();
     assert!(info.contains("limosa-working-set"), "{info}");
     qemu_img(["check", "-q", folder.path().join("vm.qcow2").to_str().unwrap()]).unwrap();

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use limosa_channel::Uri;
+use limosa_image::reference::is_object;
 use limosa_migrate::Handle;
 use limosa_pack::{Access, open_snapshot};
 use limosa_snapshot::{Snapshot, WorkingSet};
@@ -91,9 +92,18 @@ impl UnfinishedRestore {
         }
     }
 
+    fn path(&self) -> PathBuf {
+        PathBuf::from(OsString::from_vec(self.path.clone()))
+    }
+
+    /// Whether the snapshot is an object of a store, where nothing can be locked.
+    pub(crate) fn is_far(&self) -> bool {
+        is_object(&self.path())
+    }
+
     /// Opens the snapshot and locks it, so that nothing replaces it while the guest needs it.
     pub(crate) fn keep(self, access: &Access) -> Result<KeptSnapshot, JobError> {
-        let snapshot = open_snapshot(&PathBuf::from(OsString::from_vec(self.path.clone())), access)?;
+        let snapshot = open_snapshot(&self.path(), access)?;
         if snapshot.id() != self.record.snapshot {
             return Err(JobError::refused("another snapshot has its name now; recover from the one that was restored"));
         }

@@ -123,17 +123,23 @@ fn watch(arguments: &[OsString], advice: Advice, access: &Access) -> Result<(), 
     let mut control = UnixStream::from(control);
     // limosa may be dead already; what it said before is still there to be read.
     let _ = control.write_all(b"ready\n");
-    let mut kept = None;
+    let (mut kept, mut far) = (None, None);
     let held = HeldConnections::default();
     let silence = Cell::new(None);
     let control = Control { socket: control, held: &held, silence: &silence, watched: &watched };
     match listen(BufReader::new(control), (&held, &silence), |unfinished| {
-        kept = Some(unfinished.keep(access));
+        if unfinished.is_far() {
+            far = Some(unfinished);
+        } else {
+            kept = Some(unfinished.keep(access));
+        }
     }) {
         JobEnd::Done => Ok(()),
         JobEnd::Dead { temporary, disk_servers } => {
             // Whoever waits for the monitor finds everything done.
             let _connected = socket.try_clone();
+            // Opened only now: it may take minutes, in which limosa's end would not be heard of.
+            let kept = kept.or_else(|| far.map(|unfinished| unfinished.keep(access)));
             let result = match kept {
                 Some(kept) => adopt(kept?, socket, &monitor),
                 None => {
