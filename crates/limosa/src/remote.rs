@@ -96,6 +96,9 @@ mod with_client {
     /// The most bytes of the cache.
     const CACHE_SIZE: &str = "LIMOSA_CACHE_SIZE";
 
+    /// Bytes that are fetched as one: a guest that waits for a page waits for all of them.
+    const BLOCK_SIZE: u32 = 64 << 10;
+
     /// Objects that are open, and the figures of all.
     static OPENED: Mutex<Opened> = Mutex::new(Opened { objects: Vec::new(), closed: None });
 
@@ -156,7 +159,9 @@ mod with_client {
             }
             let parsed: ObjectUrl =
                 url.parse().map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidInput, error)))?;
-            let object = RemoteObject::open(&parsed, &RemoteOptions::default().cache(cache()))?;
+            let mut options = RemoteOptions::default().cache(cache());
+            options.block_size = BLOCK_SIZE;
+            let object = RemoteObject::open(&parsed, &options)?;
             if EXPECTED.lock().get(url).is_some_and(|expected| *expected != object.content()) {
                 let why = format!("the object was replaced since the overlay was made: it is {}", object.content());
                 return Err(failed(io::Error::new(io::ErrorKind::InvalidData, why)));

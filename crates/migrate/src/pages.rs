@@ -165,6 +165,13 @@ pub trait PageSource: Sync {
         Ok(())
     }
 
+    /// Whether pages can be read without waiting for a connection. If not, they are on their way from then on: a sender
+    /// that has something else to do asks again.
+    fn is_near(&self, block: usize, pages: PageRange) -> bool {
+        let _ = (block, pages);
+        true
+    }
+
     /// Called before the destination is told that pages which are not stored are zero; a source that can verify its
     /// memory does so here.
     ///

@@ -162,6 +162,10 @@ impl SnapshotBytes for PackedObject {
         Ok(())
     }
 
+    fn is_near(&self, range: &Range<u64>) -> bool {
+        self.disk.is_near(range)
+    }
+
     fn prefetch(&self, ranges: &[Range<u64>]) {
         let (contents, ranges) = (Arc::clone(&self.contents), ranges.to_vec());
         // Tables may have to be fetched before it is known where the contents are. Nobody waits for it.

@@ -130,6 +130,19 @@ impl UnpackedDisk {
         Ok(())
     }
 
+    /// Whether all of a range is unpacked. If not, threads unpack it from now on.
+    pub(crate) fn is_near(&self, range: &Range<u64>) -> bool {
+        let mut indexes = self.shared.blocks_of(range);
+        let is_near = {
+            let blocks = self.shared.blocks.lock();
+            indexes.all(|index| matches!(blocks.known.get(&index), Some(Block::Here(..))))
+        };
+        if !is_near {
+            self.ask(range);
+        }
+        is_near
+    }
+
     /// Has blocks unpacked that will be wanted soon.
     fn ask(&self, range: &Range<u64>) {
         self.threads.get_or_init(|| {

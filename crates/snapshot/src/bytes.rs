@@ -24,6 +24,11 @@ pub trait SnapshotBytes: Debug + Send + Sync {
     /// Bytes that cannot be returned exactly as they were stored.
     fn read_exact_at(&self, into: &mut [u8], offset: u64) -> Result<(), Box<dyn Error + Send + Sync>>;
 
+    /// Whether all bytes of a range can be read without waiting for a connection. If not, this has them fetched.
+    fn is_near(&self, _range: &Range<u64>) -> bool {
+        true
+    }
+
     /// Has ranges fetched that will be read soon, in this order, where that takes a connection. Does not wait for them,
     /// and says nothing of what fails: a read will.
     fn prefetch(&self, _ranges: &[Range<u64>]) {}

@@ -550,6 +550,18 @@ impl PageSource for Snapshot {
         Ok(Self::check_unchanged(self)?)
     }
 
+    fn is_near(&self, block: usize, pages: PageRange) -> bool {
+        let memory = &self.parts.memory;
+        let (Some(bytes), Some(place), Some(stored)) =
+            (self.file.lent_bytes(), memory.places.get(block), memory.stored.get(block))
+        else {
+            return true;
+        };
+        let start = place.offset(pages);
+        let end = start.saturating_add(pages.len().saturating_mul(PAGE_SIZE));
+        stored.count_in(pages) == 0 || bytes.is_near(&(start..end))
+    }
+
     /// Verifies the checksums of the chunks that the pages are in, unless that was done before: a bitmap that
     /// lost some bits of a chunk is found so.
     fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {

@@ -236,7 +236,7 @@ impl Shared {
 }
 
 /// Reads a head up to the empty line; `None`: the connection has ended before it.
-fn read_head(from: &mut impl std::io::BufRead) -> Result<Option<String>> {
+pub(crate) fn read_head(from: &mut impl std::io::BufRead) -> Result<Option<String>> {
     let mut head = String::new();
     let mut limited = from.take(HEAD_MAX);
     loop {
@@ -249,7 +249,7 @@ fn read_head(from: &mut impl std::io::BufRead) -> Result<Option<String>> {
     }
 }
 
-fn parse(head: &str) -> Option<HttpRequest> {
+pub(crate) fn parse(head: &str) -> Option<HttpRequest> {
     let mut lines = head.lines();
     let mut first = lines.next()?.split(' ');
     let (method, target) = (first.next()?.to_owned(), first.next()?.to_owned());

@@ -52,6 +52,7 @@ mod certificates;
 mod cgroup;
 mod disk_tools;
 mod fault;
+mod file_server;
 mod heartbeat;
 mod http_proxy;
 #[cfg(feature = "image")]
@@ -87,6 +88,7 @@ pub use certificates::{Authority, TlsEnd, Validity};
 pub use cgroup::MemoryGroup;
 pub use disk_tools::{cryptsetup, nbd_tool, qemu_img, qemu_img_output, qemu_io};
 pub use fault::{Kill, kill9, kill9_after};
+pub use file_server::FileServer;
 pub use heartbeat::{Heartbeat, HeartbeatError, HeartbeatGuest, check_heartbeat, pass_numbers};
 pub use http_proxy::{HttpFault, HttpProxy, HttpRequest};
 pub use libvirt::{Libvirt, libvirt_skipped};

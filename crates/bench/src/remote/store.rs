@@ -2,7 +2,8 @@
 //! answer and limits the rate of all bodies together.
 //!
 //! The proxy is a part of this process. Every request has a connection of its own and pays the latency once, so nothing
-//! is measured of handshakes.
+//! is measured of handshakes. Objects are written to an object server, and read from a web server that has the same
+//! files: the object server reads all of an object for each request for a part of it, to have its digest.
 
 use std::ffi::OsString;
 use std::fs;
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use limosa_testkit::{BUCKET, HttpProxy, ObjectServer, ObjectServerKind};
+use limosa_testkit::{BUCKET, FileServer, HttpProxy, ObjectServer, ObjectServerKind};
 use serde_json::Value;
 
 use crate::limosa::Prepared;
@@ -26,6 +27,10 @@ pub(super) struct Store {
     // Before the directory that has its objects.
     server: ObjectServer,
     proxy: HttpProxy,
+    /// The same objects for readers.
+    _files: FileServer,
+    /// The proxy before that.
+    read_proxy: HttpProxy,
     folder: Scratch,
 }
 
@@ -44,7 +49,9 @@ impl Store {
         let folder = Scratch::new_in(&options.dir.clone().unwrap_or_else(std::env::temp_dir))?;
         let server = ObjectServer::start_in(ObjectServerKind::S3s, folder.path())?;
         let proxy = HttpProxy::start(server.address())?;
-        Ok(Self { server, proxy, folder })
+        let files = FileServer::start(&server.folder())?;
+        let read_proxy = HttpProxy::start(files.address())?;
+        Ok(Self { server, proxy, _files: files, read_proxy, folder })
     }
 
     /// The directory for files of the runs.
@@ -57,18 +64,20 @@ impl Store {
         self.server.folder().join(name)
     }
 
-    /// Copies a file into the store, past the line. Returns its URL.
+    /// Copies a file into the store, past the line. Returns the URL that it is read by.
     pub(super) fn put(&self, file: &Path, name: &str) -> Result<String> {
         fs::copy(file, self.object(name)).with_context(|| format!("{}: copying it into the store", file.display()))?;
-        Ok(url(name))
+        Ok(format!("http://{}/{name}", self.read_proxy.address()))
     }
 
     /// Sets the line for a run, which begins with nothing on its way.
     pub(super) fn set_latency(&self, latency: Duration) {
-        self.proxy.set_latency(latency);
-        self.proxy.set_rate(Some(LINE));
-        // The proxy would keep those of all runs.
-        drop(self.proxy.take_requests());
+        for proxy in [&self.proxy, &self.read_proxy] {
+            proxy.set_latency(latency);
+            proxy.set_rate(Some(LINE));
+            // The proxy would keep those of all runs.
+            drop(proxy.take_requests());
+        }
     }
 
     /// Points limosa at the store, over the line. `cache`: the directory of its cache; `None`: it keeps nothing.
@@ -89,7 +98,7 @@ impl Store {
     }
 }
 
-/// The URL of an object.
+/// The URL of an object that is written.
 pub(super) fn url(name: &str) -> String {
     format!("s3://{BUCKET}/{name}")
 }

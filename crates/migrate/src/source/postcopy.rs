@@ -40,6 +40,10 @@ use crate::pages::{BlockRange, PageSource};
 
 /// How often the end of the stream is tried for.
 const END_TICK: Duration = Duration::from_micros(200);
+/// How often it is asked whether pages are near.
+const NEAR_TICK: Duration = Duration::from_micros(500);
+/// How long pages are waited for with requests answered meanwhile. Then they are read, which says what is wrong.
+const NEAR_WITHIN: Duration = Duration::from_secs(1);
 /// How often a recording asks whether it is over.
 const RECORDING_TICK: Duration = Duration::from_millis(10);
 /// Longer than any real wait, and short enough to be added to a clock.
@@ -557,11 +561,34 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 state.unsent.claim_run(&mut cursor, batch)
             });
             let Some((block, pages)) = claimed else { break };
+            if !preempted {
+                self.await_near(state, &mut sender, BlockRange { block, pages })?;
+            }
             let contents = sender.send(block, pages)?;
             self.control.rate_limit().spend(contents.saturating_mul(PAGE_SIZE));
         }
         self.end(state, &mut sender, preempted)?;
         Ok(sender.latency)
+    }
+
+    /// Answers requests while pages that nobody has requested are still far away.
+    fn await_near(
+        &self,
+        state: &SendState<'_, S>,
+        sender: &mut Sender<'_, S>,
+        BlockRange { block, pages }: BlockRange,
+    ) -> Result<(), MigrateError> {
+        let until = Instant::now() + NEAR_WITHIN;
+        while !state.source.is_near(block, pages) && Instant::now() < until {
+            self.control.check()?;
+            if state.return_path.has_ended() {
+                return Err(state.return_path.outcome());
+            }
+            if let Some(request) = state.return_path.wait_request(NEAR_TICK) {
+                sender.answer(request)?;
+            }
+        }
+        Ok(())
     }
 
     /// Ends the stream, once the destination has placed every page and has no more need of answers.

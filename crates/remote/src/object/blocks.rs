@@ -17,6 +17,7 @@ use tokio::runtime::Handle;
 
 use super::hedging::Hedging;
 use super::kept::Kept;
+use super::pace::Pace;
 use super::pin::{Pin, Pinned};
 use super::queue::{Limits, Piece, Queue};
 use super::read_ahead::ReadAhead;
@@ -60,6 +61,7 @@ struct State {
     flights: u64,
     /// Blocks on their way that were prefetched.
     prefetching: u64,
+    pace: Pace,
     /// Whether a task that begins pieces is on its way to the runtime: reads that come until then are seen together.
     is_dispatching: bool,
 }
@@ -108,6 +110,7 @@ impl Blocks {
             in_flight: 0,
             flights: 0,
             prefetching: 0,
+            pace: Pace::new(),
             is_dispatching: false,
         };
         let handle = runtime::handle().map_err(|error| RemoteError::Local(error.to_string()))?;
@@ -212,10 +215,16 @@ impl Blocks {
         let mut state = self.state.lock();
         state.is_dispatching = false;
         loop {
-            let State { kept, queue, pending, in_flight, flights, prefetching, .. } = &mut *state;
-            let may_prefetch = self.cached.is_some() || kept.has_room(*prefetching * self.block_size());
+            let State { kept, queue, pending, in_flight, flights, prefetching, pace, .. } = &mut *state;
+            let on_their_way = *prefetching * self.block_size();
+            let window = pace.window(self.options.memory / 2);
+            let has_room = self.cached.is_some() || kept.has_room(on_their_way);
+            let may_prefetch = has_room && on_their_way < window;
+            // Several, so that one that ends makes room in time.
+            let longest = (window / 4 / self.block_size()).clamp(1, self.limits.prefetched);
+            let limits = Limits { prefetched: longest, ..self.limits };
             let is_wanted = |block: u64| !kept.contains(block) && !pending.contains_key(&block);
-            let Some(piece) = queue.next(&self.limits, *in_flight, may_prefetch, is_wanted) else { break };
+            let Some(piece) = queue.next(&limits, *in_flight, may_prefetch, is_wanted) else { break };
             *in_flight += 1;
             *flights += 1;
             *prefetching += piece.prefetched();
@@ -341,8 +350,11 @@ impl Flight {
             let is_demanded = self.piece.is_demanded;
             async move {
                 let began = Instant::now();
+                let departure = blocks.state.lock().pace.depart(began);
                 match fetch::run(blocks, run.clone(), is_demanded).await {
                     Ok(()) => {
+                        let bytes = blocks.bytes_of(&run);
+                        blocks.state.lock().pace.arrive(departure, bytes.end - bytes.start, Instant::now());
                         if is_demanded {
                             blocks.hedging.lock().record(began.elapsed());
                         }

@@ -4,6 +4,7 @@ mod blocks;
 mod fetch;
 mod hedging;
 mod kept;
+mod pace;
 mod pin;
 mod queue;
 mod read_ahead;
@@ -53,7 +54,7 @@ impl Default for RemoteOptions {
         Self {
             store: StoreOptions::default(),
             block_size: 256 << 10,
-            concurrency: 16,
+            concurrency: 64,
             memory: 64 << 20,
             // What a line of 1 Gbit/s carries in 130 ms.
             read_ahead: 16 << 20,
