@@ -120,7 +120,7 @@ impl ObjectStores {
 
     fn client(&self, operation: Operation, url: &str) -> Result<&dyn OpenObject, StorageError> {
         let none = || io::Error::new(io::ErrorKind::Unsupported, "this program has no client of object stores");
-        self.0.as_deref().ok_or_else(|| StorageError::for_storage(operation, &url.into(), none()))
+        self.0.as_deref().ok_or_else(|| StorageError::for_storage(operation, &shown_object(url).into(), none()))
     }
 
     fn open_image(&self, url: &str, options: &FileOptions) -> Result<Arc<dyn Storage>, StorageError> {
@@ -130,6 +130,20 @@ impl ObjectStores {
         }
         self.open(url)
     }
+}
+
+/// Returns the URL of an object without what may be a secret in it: a user's name and password, and of a web server's
+/// the query.
+#[must_use]
+pub fn shown_object(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let authority = authority.rsplit_once('@').map_or_else(|| authority.to_owned(), |(_, host)| format!("***@{host}"));
+    let (path, more) = match path.find(['?', '#']).filter(|_| scheme.starts_with("http")) {
+        Some(end) => (path.get(..end).unwrap_or_default(), "?***"),
+        None => (path, ""),
+    };
+    format!("{scheme}://{authority}{path}{more}")
 }
 
 /// Returns whether a name is that of an object ([`Location::Object`]).
@@ -378,6 +392,19 @@ mod tests {
         };
         assert_eq!(error(true), "cannot open s3://b/k: this program has no client of object stores");
         assert_eq!(error(false), "cannot open s3://b/k: objects of stores are only read");
+    }
+
+    #[test]
+    fn no_secret_of_a_url_is_shown() {
+        for (url, shown) in [
+            ("https://me:secret@host:1/a@b", "https://***@host:1/a@b"),
+            ("https://host/a?signature=secret#x", "https://host/a?***"),
+            ("https://secret@host", "https://***@host"),
+            ("s3://key:secret@bucket/a?b", "s3://***@bucket/a?b"),
+            ("s3://bucket/a@b#c", "s3://bucket/a@b#c"),
+        ] {
+            assert_eq!(shown_object(url), shown);
+        }
     }
 
     #[test]

@@ -15,7 +15,9 @@ use limosa_storage::{CacheMode, FileOptions, Io, LockPolicy};
 use serde_json::Value;
 
 pub use crate::error::ReferenceError;
-pub use crate::location::{ExportTls, Location, ObjectEntry, ObjectStores, OpenObject, TlsCredentials, is_object};
+pub use crate::location::{
+    ExportTls, Location, ObjectEntry, ObjectStores, OpenObject, TlsCredentials, is_object, shown_object,
+};
 use crate::location::{NULL_SIZE, OBJECT_SCHEMES};
 use crate::probe::Format;
 use crate::qcow2::Encryption;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use limosa_console::{quantity, say};
-use limosa_image::reference::is_object;
+use limosa_image::reference::{is_object, shown_object};
 use serde_json::Value;
 
 #[cfg(feature = "remote")]
@@ -39,7 +39,8 @@ pub(crate) enum Sent {
 /// It is one; `instead` says what to do.
 pub(crate) fn refuse_target(name: &Path, instead: &str) -> anyhow::Result<()> {
     if is_object(name) {
-        bail!("{}: is an object of a store, and only packed snapshots become one: {instead}", name.display());
+        let shown = shown_object(&name.to_string_lossy());
+        bail!("{shown}: is an object of a store, and only packed snapshots become one: {instead}");
     }
     Ok(())
 }
@@ -76,7 +77,7 @@ mod with_client {
 
     use anyhow::Context as _;
     use limosa_console::{parse, say};
-    use limosa_image::reference::{ObjectEntry, ObjectStores, OpenObject};
+    use limosa_image::reference::{ObjectEntry, ObjectStores, OpenObject, shown_object};
     use limosa_remote::{
         BlockCache, CacheOptions, ListedObject, ObjectUrl, RemoteCounters, RemoteError, RemoteFigures, RemoteObject,
         RemoteOptions, UploadCounters, UploadOptions, check_target, upload,
@@ -151,7 +152,7 @@ mod with_client {
 
     impl OpenObject for Client {
         fn open(&self, url: &str) -> Result<Arc<dyn Storage>, StorageError> {
-            let failed = |why: io::Error| StorageError::for_storage(Operation::Open, &url.into(), why);
+            let failed = |why: io::Error| StorageError::for_storage(Operation::Open, &shown_object(url).into(), why);
             if STAYS_OUT.load(Ordering::Relaxed) {
                 return Err(failed(io::Error::other(
                     "the server is in a sandbox and makes no connections (--sandbox)",
@@ -174,6 +175,11 @@ mod with_client {
         }
 
         fn list(&self, folder: &str) -> Result<Vec<ObjectEntry>, StorageError> {
+            let shown = shown_object(folder);
+            if shown != folder {
+                let why = io::Error::new(io::ErrorKind::InvalidInput, "a URL with a secret is refused");
+                return Err(StorageError::for_storage(Operation::List, &shown.into(), why));
+            }
             let found = limosa_remote::list(folder, &RemoteOptions::default().store)?;
             LISTED.fetch_add(found.requests, Ordering::Relaxed);
             let entry = |object: ListedObject| ObjectEntry {
@@ -186,7 +192,7 @@ mod with_client {
         }
 
         fn remove(&self, url: &str) -> Result<(), StorageError> {
-            let failed = |error| StorageError::for_storage(Operation::Remove, &url.into(), error);
+            let failed = |error| StorageError::for_storage(Operation::Remove, &shown_object(url).into(), error);
             let parsed: ObjectUrl =
                 url.parse().map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidInput, error)))?;
             let requests = limosa_remote::remove(&parsed, &RemoteOptions::default().store)?;
@@ -284,7 +290,7 @@ mod with_client {
     /// It begins as the URL of one, and is not valid.
     pub(crate) fn target(name: &OsStr) -> anyhow::Result<Option<ObjectUrl>> {
         let Some(text) = name.to_str().filter(|text| ObjectUrl::is_one(text)) else { return Ok(None) };
-        Ok(Some(text.parse().with_context(|| text.to_owned())?))
+        Ok(Some(text.parse().with_context(|| shown_object(text))?))
     }
 
     /// Fails if there is an object already that an upload would not replace.
