@@ -9,7 +9,9 @@ use limosa_page::error_with_causes;
 use super::incoming::Rendezvous;
 use super::job::{RestoreJob, RestoreReport};
 use super::preflight::NotLazy;
-use super::serve::{Beginning, KeptChannels, Unserved, complete, note_failure, report, serve, with_preempt_channel};
+use super::serve::{
+    Beginning, KeptChannels, Unserved, complete_postcopy, note_failure, report, serve, with_preempt_channel,
+};
 use super::unfinished::UnfinishedRestore;
 use crate::job::{JobContext, JobError};
 use crate::job_record::JobRecord;
@@ -91,9 +93,10 @@ fn transfer(
         serve(job, with_preempt_channel(source, rendezvous, preempt, &ends), &ends, Beginning::Start, job.runs);
     match served {
         Ok((stats, to_guest)) => {
-            complete(job.monitor, &record)?;
+            let to_resident = job.begun.elapsed();
+            complete_postcopy(job.monitor, &record)?;
             job.check_started()?;
-            Ok(report(job, Some(stats), to_guest))
+            Ok(report(job, Some(stats), to_guest, to_resident))
         }
         Err(Unserved { error, guest_runs: true }) => {
             note_failure(job.monitor, record, &error);

@@ -44,7 +44,7 @@ pub fn recover(restore: RestoreRequest<'_>) -> Result<RestoreReport, JobError> {
     if wait_paused(monitor)? == MigrationStatus::Completed {
         (watch.notice)("every page had been sent before the interruption");
         serve::complete(monitor, &record)?;
-        return Ok(serve::report(&job, None, begun.elapsed()));
+        return Ok(serve::report(&job, None, begun.elapsed(), begun.elapsed()));
     }
     let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
     let mut watchdog = OptionalWatchdog::start(&job);

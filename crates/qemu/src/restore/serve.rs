@@ -24,6 +24,9 @@ use crate::monitor::{MigrationStatus, Monitor};
 /// How long QEMU may take to say that it has completed, once it has said so on the stream.
 const COMPLETED_WITHIN: Duration = Duration::from_secs(30);
 
+/// How long QEMU is left alone before it is asked whether a postcopy has ended.
+const QUIET: Duration = Duration::from_millis(50);
+
 /// How often QEMU is asked whether it still loads the devices.
 const ASK_EVERY: Duration = Duration::from_millis(500);
 
@@ -45,8 +48,9 @@ pub(super) fn serve_rest(
             return Err(unserved.error);
         }
     };
-    complete(job.monitor, record)?;
-    Ok(report(job, Some(stats), to_guest))
+    let to_resident = job.begun.elapsed();
+    complete_postcopy(job.monitor, record)?;
+    Ok(report(job, Some(stats), to_guest, to_resident))
 }
 
 /// Adds a preempt channel to the source, if one is wanted; the place of the rendezvous is left as soon as all have met
@@ -267,16 +271,31 @@ pub(super) fn note_failure(monitor: &Monitor, mut record: JobRecord, error: &Job
     let _ = record.update(monitor);
 }
 
+/// As [`complete`], after the last page of a guest that runs.
+///
+/// QEMU is left alone for a moment before each question. A thread of its own ends the transfer: it says so, and then
+/// frees the addresses that it has listened at, while its main loop copies them for each answer to `query-migrate`. A
+/// question in that moment ends QEMU, and the guest with it (QEMU 7.2.22, `migrate_set_state` and
+/// `migration_incoming_state_destroy` in the listening thread; it crashed in that moment once).
+pub(super) fn complete_postcopy(monitor: &Monitor, record: &JobRecord) -> Result<(), JobError> {
+    complete_asking(monitor, record, QUIET)
+}
+
 /// After the last page: waits for QEMU to see it so, then puts its settings back.
 pub(super) fn complete(monitor: &Monitor, record: &JobRecord) -> Result<(), JobError> {
+    complete_asking(monitor, record, Duration::from_millis(2))
+}
+
+fn complete_asking(monitor: &Monitor, record: &JobRecord, pause: Duration) -> Result<(), JobError> {
     let limit = Instant::now() + COMPLETED_WITHIN;
     loop {
+        thread::sleep(pause);
         match monitor.migration()?.status {
             MigrationStatus::Completed => break,
             status if Instant::now() > limit => {
                 return Err(JobError::Failed { reason: format!("every page was sent, but QEMU still says {status}") });
             }
-            _ => thread::sleep(Duration::from_millis(2)),
+            _ => {}
         }
     }
     for name in KEPT {
@@ -288,12 +307,17 @@ pub(super) fn complete(monitor: &Monitor, record: &JobRecord) -> Result<(), JobE
 }
 
 /// `stats` are those of the transfer, if there was anything left to transfer.
-pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_guest: Duration) -> RestoreReport {
+pub(super) fn report(
+    job: &RestoreJob<'_>,
+    stats: Option<PostcopyStats>,
+    to_guest: Duration,
+    to_resident: Duration,
+) -> RestoreReport {
     RestoreReport {
         mode: RestoreMode::Lazy,
         mapped_blocks: Vec::new(),
         time_to_guest: to_guest,
-        time_to_resident: job.begun.elapsed(),
+        time_to_resident: to_resident,
         normal_pages: Some(stats.as_ref().map_or(0, |stats| stats.normal_pages)),
         zero_pages: Some(stats.as_ref().map_or(0, |stats| stats.zero_pages)),
         recorded: stats.as_ref().and_then(|stats| recorded(job, stats)),
