@@ -93,7 +93,8 @@ fn a_guest_over_a_slow_line_goes_on_when_its_store_was_gone() {
     let far = Far::new();
     let url = far.packed("vm.qcow2", &[]);
     far.proxy.set_latency(LATENCY);
-    far.proxy.set_rate(Some(RATE));
+    // So slow at first that most of it is still to come when the store goes.
+    far.proxy.set_rate(Some(1 << 20));
     let destination = beat().start_incoming().unwrap();
     let (socket, control) = (destination.qmp_socket(), far.scene.path("control"));
     let words = ["restore", &url, "--qmp", text(&socket), "--memory", "lazy", "--run", "--control", text(&control)];
@@ -106,6 +107,7 @@ fn a_guest_over_a_slow_line_goes_on_when_its_store_was_gone() {
     limosa.signal(Signal::INT);
     std::thread::sleep(Duration::from_secs(30));
     assert!(limosa.is_running(), "{}", limosa.stderr());
+    far.proxy.set_rate(Some(RATE));
     far.server.resume().unwrap();
     limosa.wait().success();
     assert_consistent(&destination);
