@@ -278,6 +278,7 @@ pub(super) fn note_failure(monitor: &Monitor, mut record: JobRecord, error: &Job
 /// question in that moment ends QEMU, and the guest with it (QEMU 7.2.22, `migrate_set_state` and
 /// `migration_incoming_state_destroy` in the listening thread; it crashed in that moment once).
 pub(super) fn complete_postcopy(monitor: &Monitor, record: &JobRecord) -> Result<(), JobError> {
+    thread::sleep(QUIET);
     complete_asking(monitor, record, QUIET)
 }
 
@@ -289,13 +290,12 @@ pub(super) fn complete(monitor: &Monitor, record: &JobRecord) -> Result<(), JobE
 fn complete_asking(monitor: &Monitor, record: &JobRecord, pause: Duration) -> Result<(), JobError> {
     let limit = Instant::now() + COMPLETED_WITHIN;
     loop {
-        thread::sleep(pause);
         match monitor.migration()?.status {
             MigrationStatus::Completed => break,
             status if Instant::now() > limit => {
                 return Err(JobError::Failed { reason: format!("every page was sent, but QEMU still says {status}") });
             }
-            _ => {}
+            _ => thread::sleep(pause),
         }
     }
     for name in KEPT {
