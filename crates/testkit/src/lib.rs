@@ -99,7 +99,7 @@ pub use object_server::{BUCKET, CREDENTIALS, ObjectServer, ObjectServerKind, sto
 pub use own_test::{own_test_command, without_crate};
 pub use poisoning::Poisoning;
 pub use prefill::{PageKind, Prefill};
-pub use process::{Process, is_alive};
+pub use process::{Process, is_alive, listens};
 pub use program::{Ended, Program, wait_for, wait_gone};
 pub use proxy::{Direction, Proxy};
 pub use qmp::{Qmp, QmpFailure};

@@ -7,6 +7,7 @@
 
 use std::io;
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, channel};
@@ -112,6 +113,19 @@ pub fn is_alive(pid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
+/// Whether there is a listener at this socket, by its absolute path, in the network namespace of a process.
+///
+/// A server is ready only then: the file of a socket is there from `bind` on, and connections are refused until
+/// `listen`. Nothing connects here, as some servers end after their first client.
+pub fn listens(pid: u32, socket: &Path) -> bool {
+    let Ok(sockets) = std::fs::read_to_string(format!("/proc/{pid}/net/unix")) else { return false };
+    // "Num RefCount Protocol Flags Type St Inode Path", where 0x10000 in Flags is a listener (`__SO_ACCEPTCON`).
+    sockets.lines().any(|line| {
+        let mut words = line.split_ascii_whitespace();
+        words.nth(3) == Some("00010000") && words.nth(3).is_some_and(|path| Path::new(path) == socket)
+    })
+}
+
 type Order = (Command, Sender<io::Result<Child>>);
 
 fn fork_from_the_lasting_thread(command: Command) -> Result<Child> {
@@ -158,6 +172,8 @@ fn spawn_bound_to_us(command: &mut Command) -> io::Result<Child> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
+
     use super::*;
 
     fn sleeper() -> Process {
@@ -173,6 +189,21 @@ mod tests {
         assert!(is_alive(pid));
         drop(process);
         assert!(!is_alive(pid));
+    }
+
+    #[test]
+    fn a_socket_is_listened_at_after_listen_and_not_after_bind() {
+        let folder = crate::scratch().unwrap();
+        let path = folder.path().join("s");
+        let own = std::process::id();
+        assert!(!listens(own, &path));
+        let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        assert!(path.exists() && !listens(own, &path));
+        listen(&socket, 1).unwrap();
+        assert!(listens(own, &path));
+        drop(socket);
+        assert!(path.exists() && !listens(own, &path));
     }
 
     #[test]

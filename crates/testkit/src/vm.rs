@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 use crate::heartbeat::{Heartbeat, HeartbeatGuest, pass_number};
 use crate::machine::{Guest, Machine};
-use crate::process::Process;
+use crate::process::{Process, listens};
 use crate::qmp::Qmp;
 use crate::serial::{LINE, Line, Serial};
 
@@ -326,7 +326,7 @@ impl Vm {
 /// Waits until QEMU listens; a QEMU that has ended is noticed at once.
 fn connect(process: &Process, qmp: &Path, serial: &Path) -> Result<(Qmp, Serial)> {
     let end = std::time::Instant::now() + Duration::from_secs(60);
-    while !qmp.exists() {
+    while !listens(process.pid(), qmp) {
         if let Some(status) = process.try_wait()? {
             bail!("QEMU ended: {status}");
         }

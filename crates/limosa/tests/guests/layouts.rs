@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use limosa_testkit::{Qmp, Vm, scratch};
+use limosa_testkit::{Qmp, Vm, listens, scratch};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -233,7 +233,7 @@ fn snapshots_that_were_made_in_every_way_are_mapped() {
         let socket = snapshot.with_extension("socket");
         let uri = format!("unix:{}", socket.display());
         let receive = start(["receive", &uri, text(snapshot)]);
-        wait_for("a listener", || socket.exists().then_some(()));
+        wait_for("a listener", || listens(receive.pid(), &socket).then_some(()));
         migrated(&uri, source);
         receive.wait().success();
     });

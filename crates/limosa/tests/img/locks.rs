@@ -2,7 +2,7 @@
 
 use std::process::{Command, Stdio};
 
-use limosa_testkit::Process;
+use limosa_testkit::{Process, listens};
 
 use crate::bed::{Answer, Bed, assert_one_line, poke};
 use crate::needs_qemu;
@@ -63,11 +63,11 @@ fn what_another_process_writes_is_left_alone_unless_that_is_asked_for() {
 fn writer(bed: &Bed) -> Process {
     let mut daemon = Command::new("qemu-storage-daemon");
     daemon.args(["--blockdev", "file,node-name=f,filename=x", "--blockdev", "qcow2,node-name=q,file=f"]);
-    daemon.args(["--nbd-server", "addr.type=unix,addr.path=s"]);
+    daemon.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", bed.path("s").display())]);
     daemon.args(["--export", "nbd,id=e,node-name=q,name=q,writable=on"]);
     daemon.current_dir(bed.path("")).stdout(Stdio::null());
     let daemon = Process::spawn("qemu-storage-daemon", daemon).unwrap();
-    wait_for("the server of the writer", || bed.path("s").exists().then_some(()));
+    wait_for("the server of the writer", || listens(daemon.pid(), &bed.path("s")).then_some(()));
     daemon
 }
 

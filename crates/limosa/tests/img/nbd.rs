@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 
-use limosa_testkit::{Program, wait_for};
+use limosa_testkit::{Program, listens, wait_for};
 use rustix::process::Signal;
 
 use crate::bed::{Answer, Bed, assert_one_line};
@@ -24,7 +24,7 @@ impl Drop for Server {
 
 fn start(name: &'static str, command: Command, socket: &Path) -> Server {
     let program = Program::start(name, command);
-    wait_for("the server's socket", || socket.exists().then_some(()));
+    wait_for("the server's socket", || listens(program.pid(), socket).then_some(()));
     Server(program)
 }
 

@@ -4,7 +4,9 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 
-use limosa_testkit::{BUCKET, HttpFault, HttpProxy, ObjectServer, ObjectServerKind, Program, stores_skipped, wait_for};
+use limosa_testkit::{
+    BUCKET, HttpFault, HttpProxy, ObjectServer, ObjectServerKind, Program, listens, stores_skipped, wait_for,
+};
 use rustix::process::Signal;
 
 use crate::bed::{Answer, Bed, assert_one_line};
@@ -198,7 +200,7 @@ fn serve(bed: &Bed, server: &ObjectServer, words: &[&str]) -> Program {
     let _ = std::fs::remove_file(bed.path("s"));
     let all = [&["serve", "--journal", "off", "--nbd", &socket], words].concat();
     let program = Program::start("limosa serve", command(bed, server, &all));
-    wait_for("the server's socket", || bed.path("s").exists().then_some(()));
+    wait_for("the server's socket", || listens(program.pid(), &bed.path("s")).then_some(()));
     program
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::needs_qemu;
 use crate::stage::*;
-use limosa_testkit::{HeartbeatGuest, Machine, Qmp, QmpFailure, Vm};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, QmpFailure, Vm, listens};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -84,7 +84,7 @@ fn the_control_socket_of_a_job_is_not_taken_for_a_qemu() {
     let busy = Busy::new();
     let control = busy.control().display().to_string();
     let saving = busy.endless(&["--control", &control]);
-    wait_for("a control socket", || Path::new(&control).exists().then_some(()));
+    wait_for("a control socket", || listens(saving.pid(), &busy.control()).then_some(()));
     limosa(["resume", "--qmp", &control]).one_line(&["is a control socket of limosa", "not the monitor of a QEMU"]);
     busy.steer().execute("migrate_cancel", json!({})).unwrap();
     saving.wait().one_line(&["cancelled"]);

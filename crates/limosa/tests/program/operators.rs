@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use crate::needs_qemu;
 use crate::stage::*;
-use limosa_testkit::{HeartbeatGuest, Machine, Process, Qmp, check_heartbeat, note_skip, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Process, Qmp, check_heartbeat, listens, note_skip, scratch};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
@@ -79,7 +79,7 @@ impl Scene {
         wait_for("QEMU's monitor", || {
             let log = std::fs::read_to_string(folder.join("log")).unwrap();
             assert!(process.try_wait().unwrap().is_none(), "QEMU ended: {log}");
-            socket.exists().then_some(())
+            listens(process.pid(), &socket).then_some(())
         });
         let own = Mutex::new(Qmp::connect(&folder.join("qmp"), SOON).unwrap());
         Qemu { process, name: name.to_owned(), folder, own }

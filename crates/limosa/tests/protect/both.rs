@@ -1,7 +1,7 @@
 //! A VM with disks of both kinds: one in a file that QEMU opens itself, one that is served. After a failover memory and
 //! both disks are of one instant.
 
-use limosa_testkit::{Disk, DiskFormat, Series, kill9, wait_gone};
+use limosa_testkit::{Disk, DiskFormat, Series, kill9, listens, wait_gone};
 use rustix::process::Signal;
 
 use crate::disks::assert_goes_on;
@@ -37,7 +37,7 @@ fn serve(scene: &Scene) -> Program {
     let server = start(words.iter().chain(&["--allow-dir", text(disk.parent().unwrap())]));
     wait_for("the disk server", || {
         assert!(server.is_running(), "limosa ended: {}", server.stderr());
-        control.exists().then_some(())
+        listens(server.pid(), &control).then_some(())
     });
     server
 }

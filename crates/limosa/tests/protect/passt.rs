@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use limosa_testkit::{LinuxGuest, Machine, Program, Series, kill9};
+use limosa_testkit::{LinuxGuest, Machine, Program, Series, kill9, listens};
 
 use crate::gate::networked;
 use crate::needs_newest_qemu;
@@ -53,7 +53,7 @@ fn passt(socket: &Path, port: u16) -> Program {
     let passt = start_command(command);
     wait_for("passt to listen", || {
         assert!(passt.is_running(), "passt ended: {}", passt.stderr());
-        socket.exists().then_some(())
+        listens(passt.pid(), socket).then_some(())
     });
     passt
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use limosa_testkit::{Program, Vm, kill9, wait_gone};
+use limosa_testkit::{Program, Vm, kill9, listens, wait_gone};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::network::{Namespace, TAP};
@@ -76,7 +76,7 @@ pub(crate) fn open_gate(scene: &Scene, network: &Namespace, more: &[&str]) -> Pr
     let gate = start_command(command);
     wait_for("the gate", || {
         assert!(gate.is_running(), "limosa ended: {}", gate.stderr());
-        socket.exists().then_some(())
+        listens(gate.pid(), &socket).then_some(())
     });
     gate
 }

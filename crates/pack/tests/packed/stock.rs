@@ -5,7 +5,7 @@ use std::process::Command;
 
 use limosa_pack::{Access, open_snapshot};
 use limosa_snapshot::Snapshot;
-use limosa_testkit::{Process, qemu_img, wait_for};
+use limosa_testkit::{Process, listens, qemu_img, wait_for};
 
 use crate::fixture::{CHECKED, small};
 use crate::{access, assert_same, encrypted, options, pack_file, passphrase, snapshot};
@@ -67,8 +67,8 @@ fn stock_qemu_img_reads_an_encrypted_chain() {
     daemon.args(["--blockdev", &node("2.qcow2", ",backing=n1")]);
     daemon.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", socket.display())]);
     daemon.args(["--export", "type=nbd,id=e,node-name=n2,name=vm"]);
-    let _daemon = Process::spawn("qemu-storage-daemon", daemon).unwrap();
-    wait_for("the daemon listens", || socket.exists().then_some(()));
+    let daemon = Process::spawn("qemu-storage-daemon", daemon).unwrap();
+    wait_for("the daemon listens", || listens(daemon.pid(), &socket).then_some(()));
     let export = format!("nbd+unix:///vm?socket={}", socket.display());
     qemu_img(["convert", "-f", "raw", "-O", "raw", &export, &raw]).unwrap();
     assert_padded(&at("raw"), &two);

@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::Write as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -73,7 +74,8 @@ impl Stock {
             .expect("qemu-system-x86_64 does not start: run `cargo xtask setup`");
         let mut stock = Self { child, directory };
         let begun = Instant::now();
-        while !socket.exists() {
+        // Its file is there before QEMU listens.
+        while UnixStream::connect(&socket).is_err() {
             assert!(stock.child.try_wait().unwrap().is_none(), "QEMU ended at once");
             assert!(begun.elapsed() < Duration::from_secs(60), "QEMU opens no monitor");
             std::thread::sleep(Duration::from_millis(5));

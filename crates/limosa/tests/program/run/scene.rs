@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
-use limosa_testkit::{HeartbeatGuest, Machine, Qmp, is_alive, pass_numbers, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, is_alive, listens, pass_numbers, scratch};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
@@ -161,7 +161,7 @@ impl Run<'_> {
         let path = self.scene.path("qmp");
         wait_for("QEMU's monitor", || {
             assert!(self.limosa.is_running(), "limosa ended: {}", self.limosa.stderr());
-            path.exists().then_some(())
+            listens(self.limosa.pid(), &path).then_some(())
         });
         Mutex::new(Qmp::connect(&path, SOON).unwrap())
     }
