@@ -38,7 +38,9 @@ pub use error::RemoteError;
 pub use listing::{ListedObject, Listing, list, remove};
 pub use object::{Pin, RemoteObject, RemoteOptions};
 pub use store::{Environment, StoreOptions};
-pub use upload::{Existing, Upload, UploadCounters, UploadOptions, Uploaded, check_target, upload};
+pub use upload::{
+    Existing, FollowedFile, Upload, UploadCounters, UploadOptions, Uploaded, check_target, follow, upload,
+};
 pub use url::{ObjectUrl, Scheme, UrlError};
 
 /// The example of the README, compiled.

@@ -13,6 +13,7 @@
 //!     parts -- killed, cancelled, out of reach --> record["record on local disk"] --> parts
 //! ```
 
+mod follow;
 mod plan;
 mod record;
 mod requests;
@@ -26,6 +27,7 @@ use std::sync::atomic::AtomicBool;
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, Operation, Storage, StorageError, block_on};
 
+pub use self::follow::{FollowedFile, follow};
 use self::session::Session;
 use crate::error::RemoteError;
 use crate::store::{Store, StoreOptions};
@@ -157,11 +159,28 @@ impl Upload {
         self.session.put(part).map_err(|error| self.failed(error))
     }
 
+    /// Sends the part of this index and digest, at any time and also again: what comes last is in the object.
+    fn put_at(&mut self, index: usize, part: Vec<u8>, digest: String) -> Result<(), StorageError> {
+        self.session.put_at(index, part, Some(digest)).map_err(|error| self.failed(error))
+    }
+
+    /// Fails if an earlier part has failed, or the upload is cancelled.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub fn check(&mut self) -> Result<(), StorageError> {
+        self.session.check().map_err(|error| self.failed(error))
+    }
+
     /// Waits for all parts, and makes the object visible.
     ///
     /// # Errors
     /// A [`RemoteError`] as the source. The object is not there then, or still the old one.
     pub fn finish(mut self) -> Result<Uploaded, StorageError> {
+        self.complete()
+    }
+
+    fn complete(&mut self) -> Result<Uploaded, StorageError> {
         self.session.finish().map_err(|error| self.failed(error))
     }
 

@@ -1,6 +1,6 @@
 //! The steps of an upload.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::future::Future;
 use std::io;
 use std::path::PathBuf;
@@ -41,6 +41,8 @@ pub(super) struct Session {
     resumable: HashMap<usize, Part>,
     progress: Progress,
     first: Option<Vec<u8>>,
+    /// Parts that were given to this upload.
+    put: BTreeSet<usize>,
     next: usize,
     sent: u64,
     resumed: u64,
@@ -75,6 +77,7 @@ impl Session {
             resumable: HashMap::new(),
             progress: Progress::Nothing,
             first: None,
+            put: BTreeSet::new(),
             next: 0,
             sent: 0,
             resumed: 0,
@@ -147,20 +150,31 @@ impl Session {
     }
 
     pub(super) fn put(&mut self, part: Vec<u8>) -> Result<(), RemoteError> {
-        let is_last = (part.len() as u64) < self.part_size || self.sent + part.len() as u64 >= self.length;
-        if part.len() as u64 > self.part_size || part.is_empty() || self.sent + part.len() as u64 > self.length {
+        self.put_at(self.next, part, None)
+    }
+
+    /// Sends a part, whose digest may be known. One that was sent before is replaced by it.
+    pub(super) fn put_at(&mut self, index: usize, part: Vec<u8>, known: Option<String>) -> Result<(), RemoteError> {
+        let length = part.len() as u64;
+        let end = (index as u64).saturating_mul(self.part_size).saturating_add(length);
+        if part.is_empty() || length > self.part_size || end > self.length {
             return Err(RemoteError::Settings("a part has another length than announced".to_owned()));
         }
+        if !self.put.insert(index) {
+            // The store keeps the one that comes last.
+            drop(self.wait(|state| state.in_flight == 0));
+        }
         self.check()?;
-        self.sent += part.len() as u64;
-        self.next += 1;
+        let is_only = index == 0 && self.next <= 1 && (length < self.part_size || end >= self.length);
+        self.sent = self.sent.max(end);
+        self.next = self.next.max(index + 1);
         match self.progress {
-            Progress::Completed => self.compare(self.next - 1, &part),
-            Progress::Nothing if self.next == 1 && is_last => {
+            Progress::Completed => self.compare(index, &part),
+            Progress::Nothing if is_only => {
                 self.first = Some(part);
                 Ok(())
             }
-            _ => self.send(self.next - 1, part),
+            _ => self.send(index, part, known),
         }
     }
 
@@ -178,7 +192,7 @@ impl Session {
     }
 
     /// Fails if an earlier part has failed, or nobody wants the upload any more.
-    fn check(&mut self) -> Result<(), RemoteError> {
+    pub(super) fn check(&mut self) -> Result<(), RemoteError> {
         let is_cancelled = self.is_cancelled();
         let (sent, error) = {
             let mut state = self.shared.state.lock();
@@ -225,9 +239,9 @@ impl Session {
         }
     }
 
-    fn send(&mut self, index: usize, part: Vec<u8>) -> Result<(), RemoteError> {
+    fn send(&mut self, index: usize, part: Vec<u8>, known: Option<String>) -> Result<(), RemoteError> {
         let id = self.upload_id()?;
-        let digest = self.record.as_ref().map(|_| digest(&part));
+        let digest = self.record.as_ref().map(|_| known.unwrap_or_else(|| digest(&part)));
         if let Some(digest) = &digest
             && let Some(known) = self.resumable.get(&index).filter(|known| known.digest == *digest)
         {
@@ -235,6 +249,8 @@ impl Session {
             self.resumed += 1;
             return Ok(());
         }
+        // The store has another part there from now on.
+        self.resumable.remove(&index);
         let streams = self.options.streams.clamp(1, 64);
         self.wait(|state| state.in_flight < streams).in_flight += 1;
         // After the wait: what has come meanwhile.

@@ -3,6 +3,7 @@
 mod caching;
 mod credentials;
 mod failures;
+mod followed;
 mod reading;
 mod uploads;
 
