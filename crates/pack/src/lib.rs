@@ -59,7 +59,7 @@ pub use image::DEPTH_LIMIT;
 pub use open::{Access, fuzz_open, is_packed, open_snapshot};
 pub use pack::{
     CLUSTER_SIZE, DEFAULT_ITER_TIME, DEFAULT_LEVEL, INCREMENT_CLUSTER_SIZE, ObjectFile, PackEncryption, PackOptions,
-    Packed, pack, pack_object,
+    Packed, pack, pack_object, packed_length_most,
 };
 pub use retention::{PrunePlan, PruneStep, Retention, StayingSnapshot, plan_prune};
 pub use unpack::{UnpackedFile, unpack};

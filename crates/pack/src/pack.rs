@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use limosa_image::luks::{self, Passphrase};
 use limosa_image::qcow2::{self, Compression, CreateOptions, Header, ImageParts, Qcow2, Qcow2Options, table_digest};
-use limosa_image::{Compressor, Disk, GuestOffset};
+use limosa_image::{CompressedClusters, Compressor, Disk, GuestOffset};
 use limosa_migrate::Handle;
 use limosa_migrate::control::{MovedPages, Phase};
 use limosa_page::{PAGE_SIZE, to_u64, to_usize};
@@ -24,7 +24,7 @@ use crate::base::Base;
 use crate::chain::Level;
 use crate::contents::Contents;
 use crate::error::PackError;
-use crate::pieces::{PIECE, for_each_piece, runs};
+use crate::pieces::{PIECE, for_each_piece_in_order, runs};
 use crate::record::{Record, TableDigest};
 use crate::touched;
 
@@ -122,6 +122,13 @@ pub struct ObjectFile<'a> {
     pub file: &'a File,
     /// The URL that it will have.
     pub url: &'a Path,
+}
+
+/// Returns a length in bytes that no image of this snapshot has: its contents, tables, and a LUKS header.
+#[must_use]
+pub fn packed_length_most(snapshot: &Snapshot) -> u64 {
+    let contents = Contents::new(snapshot).length();
+    contents.saturating_add(contents / 64).saturating_add(64 << 20)
 }
 
 /// Packs a snapshot into a file that becomes an object. A base is an object beside that.
@@ -235,7 +242,9 @@ pub(crate) fn write(
     };
     let make =
         || Ok(Worker { compressor: disk.compressor(Some(options.level.unwrap_or(DEFAULT_LEVEL)))?, base: Vec::new() });
-    for_each_piece(size, PIECE.max(cluster), make, |worker, piece| packer.piece(worker, &piece))?;
+    // In the order of the disk: the same snapshot gives the same image, so that an upload of it can be continued.
+    let work = |worker: &mut Worker, piece| packer.compress(worker, &piece);
+    for_each_piece_in_order(size, PIECE.max(cluster), make, work, |piece| packer.put(piece))?;
     let (own_bytes, base_bytes) = (packer.own_bytes.into_inner(), packer.base_bytes.into_inner());
     block_on(disk.close())?;
     drop(disk);
@@ -301,9 +310,19 @@ struct Worker {
     base: Vec<u8>,
 }
 
+/// A piece of the disk, compressed.
+struct Piece {
+    /// The runs of clusters that the image has itself.
+    own_runs: Vec<(GuestOffset, CompressedClusters)>,
+    /// Pages of the snapshot in it.
+    pages: u64,
+}
+
 impl Packer<'_> {
-    fn piece(&self, worker: &mut Worker, piece: &Range<u64>) -> Result<(), PackError> {
+    /// Compresses the clusters of a piece that the image has itself.
+    fn compress(&self, worker: &mut Worker, piece: &Range<u64>) -> Result<Piece, PackError> {
         self.handle.control.check().map_err(PackError::Cancelled)?;
+        let mut own_runs = Vec::new();
         let wanted =
             |range: &Range<u64>| self.contents.has_data(range) || self.base.is_some_and(|base| base.has_data(range));
         for run in runs(piece, self.cluster, wanted) {
@@ -312,13 +331,18 @@ impl Packer<'_> {
             for own in self.differing(worker, &run, &bytes)? {
                 let place = to_usize(own.start - run.start)..to_usize(own.end - run.start);
                 let part = bytes.get(place).unwrap_or_default();
-                let clusters = worker.compressor.compress(&Buffer::from_slice(part).into());
-                block_on(self.disk.write_compressed(GuestOffset(own.start), clusters))?;
+                own_runs.push((GuestOffset(own.start), worker.compressor.compress(&Buffer::from_slice(part).into())));
                 self.own_bytes.fetch_add(own.end - own.start, Ordering::Relaxed);
             }
         }
-        let normal = self.contents.stored_pages(piece);
-        self.handle.progress.add_moved(MovedPages { normal, zero: 0, resent: 0 });
+        Ok(Piece { own_runs, pages: self.contents.stored_pages(piece) })
+    }
+
+    fn put(&self, piece: Piece) -> Result<(), PackError> {
+        for (at, clusters) in piece.own_runs {
+            block_on(self.disk.write_compressed(at, clusters))?;
+        }
+        self.handle.progress.add_moved(MovedPages { normal: piece.pages, zero: 0, resent: 0 });
         Ok(())
     }
 

@@ -6,8 +6,66 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
+use parking_lot::{Condvar, Mutex};
+
 /// Bytes that a thread works on at once, at least.
 pub(crate) const PIECE: u64 = 1 << 20;
+
+/// Has each piece of `length` bytes worked on once, in about their order, and each result put in exactly their order.
+/// Each thread makes a worker for itself, and has one result at a time.
+///
+/// # Errors
+/// As [`for_each_piece`]; the first failure to put one.
+pub(crate) fn for_each_piece_in_order<W, T, E: Send>(
+    length: u64,
+    piece: u64,
+    make: impl Fn() -> Result<W, E> + Sync,
+    work: impl Fn(&mut W, Range<u64>) -> Result<T, E> + Sync,
+    put: impl Fn(T) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    // The start of the piece that is put next; `None` after a failure, which leaves a gap.
+    let (turn, has_moved) = (Mutex::new(Some(0)), Condvar::new());
+    let give_up = || {
+        *turn.lock() = None;
+        has_moved.notify_all();
+    };
+    let work_in_turn = |worker: &mut W, range: Range<u64>| {
+        let done = work(worker, range.clone())?;
+        let mut now = turn.lock();
+        while now.is_some_and(|start| start < range.start) {
+            has_moved.wait(&mut now);
+        }
+        if now.is_none() {
+            // Another thread returns the failure.
+            return Ok(());
+        }
+        drop(now);
+        put(done)?;
+        *turn.lock() = Some(range.end);
+        has_moved.notify_all();
+        Ok(())
+    };
+    for_each_piece(
+        length,
+        piece,
+        || make().inspect_err(|_| give_up()),
+        |worker: &mut W, range| {
+            let _panic = OnPanic(&give_up);
+            work_in_turn(worker, range).inspect_err(|_| give_up())
+        },
+    )
+}
+
+/// Calls a function if it is dropped by a panic.
+struct OnPanic<'a, F: Fn()>(&'a F);
+
+impl<F: Fn()> Drop for OnPanic<'_, F> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            (self.0)();
+        }
+    }
+}
 
 /// Has each piece of `length` bytes worked on once, in about their order. Each thread makes a worker for itself.
 ///
@@ -78,6 +136,27 @@ mod tests {
         let failing = |_: &mut (), range: Range<u64>| if range.start >= 100 { Err(range.start) } else { Ok(()) };
         assert!(for_each_piece(1 << 40, 4, || Ok(()), failing).unwrap_err() >= 100);
         assert_eq!(for_each_piece(10, 4, || Err::<(), _>(7), |_, _| Ok(())), Err(7));
+    }
+
+    #[test]
+    fn results_are_put_in_order_and_a_failure_leaves_nobody_waiting() {
+        let put = Mutex::new(Vec::new());
+        let work = |_: &mut (), range: Range<u64>| -> Result<u64, u64> {
+            thread::sleep(std::time::Duration::from_micros(range.start % 7 * 100));
+            Ok(range.start)
+        };
+        let keep = |start| -> Result<(), u64> {
+            put.lock().push(start);
+            Ok(())
+        };
+        for_each_piece_in_order(99, 1, || Ok(()), work, keep).unwrap();
+        assert_eq!(put.into_inner(), (0..99).collect::<Vec<_>>());
+        let nothing = |_| Ok(());
+        let failing = |_: &mut (), range: Range<u64>| if range.start == 5 { Err(5) } else { work(&mut (), range) };
+        assert_eq!(for_each_piece_in_order(1 << 40, 1, || Ok(()), failing, nothing), Err(5));
+        let full = |start| if start == 9 { Err(9) } else { Ok(()) };
+        assert_eq!(for_each_piece_in_order(1 << 40, 1, || Ok(()), work, full), Err(9));
+        assert_eq!(for_each_piece_in_order(9, 1, || Err::<(), _>(7), |_, _| Ok(0), nothing), Err(7));
     }
 
     #[test]
