@@ -12,7 +12,7 @@ mod qcow2_input;
 mod raw_input;
 
 use std::fmt;
-use std::io::{Cursor, Read, Write};
+use std::io::{self, Cursor, Read, Write};
 use std::sync::Arc;
 
 use limosa_storage::{Operation, StorageError};
@@ -51,7 +51,7 @@ impl InputStream {
         read.map_err(|error| StorageError::for_request(Operation::Read, &self.name, 0, LOOKED_AT as u64, error))?;
         let mut start = head.clone();
         start.resize(LOOKED_AT, 0);
-        let reader = std::mem::replace(&mut self.reader, Box::new(std::io::empty()));
+        let reader = std::mem::replace(&mut self.reader, Box::new(io::empty()));
         self.reader = Box::new(Cursor::new(head).chain(reader));
         match guess(&start) {
             Guess::Known(format) => Ok(format),
@@ -74,14 +74,32 @@ impl fmt::Debug for InputStream {
 pub struct OutputStream {
     /// Its name in messages.
     pub name: Arc<str>,
-    writer: Box<dyn Write + Send>,
+    open: Box<OpenWriter>,
 }
+
+/// Opens the writer of an image of this length in bytes; `None`: it is not known.
+type OpenWriter = dyn FnOnce(Option<u64>) -> io::Result<Box<dyn Write + Send>> + Send;
 
 impl OutputStream {
     /// A stream that is written to `writer`.
     #[must_use]
     pub fn new(name: impl Into<Arc<str>>, writer: impl Write + Send + 'static) -> Self {
-        Self { name: name.into(), writer: Box::new(writer) }
+        Self::opened_by(name, |_| Ok(Box::new(writer)))
+    }
+
+    /// A stream whose writer is opened when the length of the image in bytes is known; `None`: it is not known before
+    /// its end.
+    #[must_use]
+    pub fn opened_by(
+        name: impl Into<Arc<str>>,
+        open: impl FnOnce(Option<u64>) -> io::Result<Box<dyn Write + Send>> + Send + 'static,
+    ) -> Self {
+        Self { name: name.into(), open: Box::new(open) }
+    }
+
+    fn open(self, length: Option<u64>) -> Result<Box<dyn Write + Send>, ImageError> {
+        let Self { name, open } = self;
+        Ok(open(length).map_err(|error| StorageError::for_storage(Operation::Open, &name, error))?)
     }
 }
 

@@ -81,22 +81,20 @@ impl OutputImage {
         format: &NewImageFormat,
         source: Option<&Source>,
     ) -> Result<Self, OperationError> {
-        let OutputStream { name, mut writer } = stream;
+        let name = Arc::clone(&stream.name);
         let refuse = |what: &str| {
             Err(unsupported(&name, format!("{what}, so the image cannot be written to a pipe; write it to a file"))
                 .into())
         };
         let len = source.map_or(0, Source::len);
-        let (format, wanted) = match format {
-            NewImageFormat::Luks(_) => return refuse("key slots and contents of a LUKS volume have no single order"),
-            NewImageFormat::Raw(options) if options.preallocation != Preallocation::Off => {
-                return refuse("space in a pipe cannot be preallocated");
+        if let Some(what) = unstreamable(format) {
+            return refuse(what);
+        }
+        let (format, wanted, writer) = match format {
+            NewImageFormat::Raw(_) | NewImageFormat::Luks(_) => {
+                (Format::Raw, None, stream.open(source.map(Source::len))?)
             }
-            NewImageFormat::Raw(_) => (Format::Raw, None),
             NewImageFormat::Qcow2(options) => {
-                if let Some(what) = unstreamable(options) {
-                    return refuse(what);
-                }
                 let Some(source) = source else {
                     return refuse(
                         "it begins with tables that describe its contents, and a raw pipe is read only once",
@@ -104,11 +102,12 @@ impl OutputImage {
                 };
                 let wanted = wanted_clusters(source, options, &name).await?;
                 let image = StreamedImage::new(&(**options).clone().size(len), &wanted, &name)?;
+                let mut writer = stream.open(Some(image.len()))?;
                 let written = image.write_tables(&wanted, &mut writer);
                 written
                     .map_err(|error| failed(&name, 0, len, error))
                     .map_err(OperationError::at(DiskOperation::Writing, 0))?;
-                (Format::Qcow2, Some((wanted, options.cluster_size)))
+                (Format::Qcow2, Some((wanted, options.cluster_size)), writer)
             }
         };
         Ok(Self { name, format, len: AtomicU64::new(len), wanted, state: Mutex::new(State { writer, at: 0 }) })
@@ -185,8 +184,15 @@ impl OutputImage {
     }
 }
 
-/// Why an image with these options cannot be written in order.
-fn unstreamable(options: &CreateOptions) -> Option<&'static str> {
+/// Why an image of this format cannot be written in order.
+fn unstreamable(format: &NewImageFormat) -> Option<&'static str> {
+    let options = match format {
+        NewImageFormat::Luks(_) => return Some("key slots and contents of a LUKS volume have no single order"),
+        NewImageFormat::Raw(options) => {
+            return (options.preallocation != Preallocation::Off).then_some("space in a pipe cannot be preallocated");
+        }
+        NewImageFormat::Qcow2(options) => options,
+    };
     let reasons = [
         (options.backing_file.is_some(), "a backing file's name is relative to the image's place"),
         (options.data_file.is_some(), "contents in a data file are not part of the image"),
