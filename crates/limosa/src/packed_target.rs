@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use limosa_migrate::Handle;
 use limosa_migrate::control::Stop;
-use limosa_pack::{Base, ObjectFile, PackOptions, Packed, pack, pack_object};
+use limosa_pack::{Base, ObjectFile, PackError, PackOptions, Packed, pack, pack_object, packed_length_most};
 use limosa_snapshot::{Snapshot, UnnamedFile};
 
 use crate::packed;
@@ -53,13 +53,30 @@ impl PackedTarget {
             Self::File(pending) => return Ok(pack(snapshot, pending, base, options, handle)?),
             Self::Object(url, staging) => (url, staging),
         };
-        let name = url.to_string();
-        let object = ObjectFile { file: staging.file(), url: Path::new(&name) };
-        let packed = pack_object(snapshot, object, base, options, handle)?;
-        if let Sent::Cancelled { is_kept } = upload(staging, &url, handle)? {
+        let packed = until_cancelled(handle, |cancelled| {
+            // Another key makes other bytes.
+            let is_repeatable = options.encryption.is_none();
+            let followed = staging.follow(&url, packed_length_most(snapshot), is_repeatable, Arc::clone(cancelled))?;
+            let name = url.to_string();
+            let object = ObjectFile { file: staging.file(), url: Path::new(&name) };
+            let is_kept = match pack_object(snapshot, object, base, options, handle) {
+                Ok(packed) => match followed.finish()? {
+                    Sent::Whole { .. } => return Ok(packed),
+                    Sent::Cancelled { is_kept } => is_kept,
+                    Sent::Forgotten => false,
+                },
+                Err(error @ PackError::Cancelled(_)) => {
+                    cancelled.store(true, Ordering::Relaxed);
+                    if !followed.give_up() {
+                        return Err(error.into());
+                    }
+                    true
+                }
+                Err(error) => return Err(error.into()),
+            };
             let parts = if is_kept { "; the store has parts of it until it is made again" } else { "" };
-            bail!("{url}: cancelled; no object was made{parts}");
-        }
+            bail!("{url}: cancelled; no object was made{parts}")
+        })?;
         // Objects have no locks: its base may be gone.
         let found = packed::open(&packed.path);
         let found =
@@ -71,11 +88,11 @@ impl PackedTarget {
     }
 }
 
-/// How often an upload is asked whether its job was cancelled.
+/// How often a job is asked whether it was cancelled.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Uploads a file, until its job is cancelled.
-fn upload(staging: Staging, url: &Url, handle: &Handle) -> anyhow::Result<Sent> {
+/// Does work that ends when the flag is set, which says that its job was cancelled.
+fn until_cancelled<T>(handle: &Handle, work: impl FnOnce(&Arc<AtomicBool>) -> anyhow::Result<T>) -> anyhow::Result<T> {
     let (cancelled, is_over) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
     let look = || {
         while !is_over.load(Ordering::Relaxed) {
@@ -86,13 +103,13 @@ fn upload(staging: Staging, url: &Url, handle: &Handle) -> anyhow::Result<Sent> 
         }
     };
     thread::scope(|scope| {
-        thread::Builder::new().name("upload".into()).spawn_scoped(scope, look).context("no thread")?;
+        thread::Builder::new().name("cancelled?".into()).spawn_scoped(scope, look).context("no thread")?;
         let _over = Over(&is_over);
-        staging.upload(url, Arc::clone(&cancelled))
+        work(&cancelled)
     })
 }
 
-/// Says that an upload is over, also if it panics: the thread that looks after it would be waited for.
+/// Says that work is over, also if it panics: the thread that looks after it would be waited for.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use limosa_image::chain::{NamedImage, OpenOptions};
 use limosa_image::convert::{
-    self, ConvertCounters, ConvertRequest, ConvertTarget, InputStream, NewTarget, ResumeOptions, Streams,
+    self, ConvertCounters, ConvertRequest, ConvertTarget, InputStream, NewTarget, OutputStream, ResumeOptions, Streams,
 };
 use limosa_image::reference::Reference;
 use limosa_image::{Compress, Format, ImageError, OperationError};
@@ -22,7 +22,7 @@ use super::open;
 use super::options::{ConvertOptions, Name, Source};
 use super::pipe::{self, Output};
 use crate::program::say_named;
-use crate::remote::{self, Sent, Staging, Url};
+use crate::remote::{self, ObjectStream, Sent, Staging, Url};
 use limosa_console::{anyhow_error_line, check_stdout, print_out, quantity, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
@@ -40,14 +40,14 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
             let (counters, length) = to_object(options, &url)?;
             (counters, length, false)
         }
-        None => convert(options)?,
+        None => convert(options, None)?,
     };
     report(&counters, length, options.json, is_stdout);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Makes an image in a file without a name, and uploads that.
+/// Makes an image that is an object: of the bytes as they come where those are final, else in a file without a name.
 pub(super) fn to_object(options: &ConvertOptions, url: &Url) -> anyhow::Result<(ConvertCounters, Option<u64>)> {
     let refused = [(options.no_create, "-n"), (options.resume, "--resume")];
     if let Some((_, option)) = refused.into_iter().find(|(given, _)| *given) {
@@ -66,22 +66,56 @@ pub(super) fn to_object(options: &ConvertOptions, url: &Url) -> anyhow::Result<(
     }
     // Not only after hours of work.
     remote::check(url)?;
+    let is_allocated = format.text("preallocation").is_some_and(|how| how != "off");
+    let is_piped = options.sources.iter().any(pipe::may_be_input);
+    if format.format() == Format::Raw && !is_allocated && !is_piped {
+        return streamed(options, url);
+    }
     let staging = Staging::new()?;
     let staged = ConvertOptions { name: Name(staging.path().into()), ..options.clone() };
     let named = |error| named_as(error, &staging.path(), url);
-    let (counters, length, _) = convert(&staged).map_err(named)?;
-    match staging.upload(url, interrupt::stop())? {
+    let (counters, length, _) = convert(&staged, None).map_err(named)?;
+    let most = staging.file().metadata()?.len();
+    tell_object(options, url, staging.follow(url, most, true, interrupt::stop())?.finish()?)?;
+    Ok((counters, length))
+}
+
+/// Makes an object of bytes that come in order.
+fn streamed(options: &ConvertOptions, url: &Url) -> anyhow::Result<(ConvertCounters, Option<u64>)> {
+    // The store may have forgotten the upload that is continued; that is known once.
+    for _ in 0..2 {
+        let stream = ObjectStream::new(url);
+        let (converted, outcome) = match convert(options, Some(stream.output(interrupt::stop()))) {
+            Ok((counters, length, _)) => (Some((counters, length)), Ok(())),
+            Err(error) => (None, Err(error)),
+        };
+        match (stream.finish(outcome)?, converted) {
+            (Sent::Forgotten, _) => {}
+            (sent, Some(converted)) => {
+                tell_object(options, url, sent)?;
+                return Ok(converted);
+            }
+            (sent, None) => tell_object(options, url, sent)?,
+        }
+    }
+    anyhow::bail!("{url}: the store has forgotten the upload again; no object was made")
+}
+
+/// Tells people of an object that was made. Does not return if a signal has ended that.
+fn tell_object(options: &ConvertOptions, url: &Url, sent: Sent) -> anyhow::Result<()> {
+    match sent {
         Sent::Whole { length, requests } if !options.quiet => {
             let (length, requests) = (quantity::bytes(length), quantity::count(requests));
             say!("limosa: {url}: {length} written with {requests} requests");
         }
         Sent::Whole { .. } => {}
+        Sent::Forgotten => anyhow::bail!("{url}: the store has forgotten the upload; no object was made"),
         Sent::Cancelled { is_kept } => {
             let remedy = if is_kept { "; run the same command to continue the upload" } else { "" };
             interrupt::stopped(format!("{url}: interrupted{remedy}"))
         }
     }
-    Ok((counters, length))
+    Ok(())
 }
 
 /// Whether the name of a backing file depends on the folder of the image that has it.
@@ -96,10 +130,17 @@ fn named_as(error: anyhow::Error, path: &Path, url: &impl std::fmt::Display) -> 
     if line.contains(&path) { anyhow::anyhow!(line.replace(&path, &url.to_string())) } else { error }
 }
 
-/// Converts into a file or a pipe. Returns counters, the length if it is known, and whether the image is on stdout.
-fn convert(options: &ConvertOptions) -> anyhow::Result<(ConvertCounters, Option<u64>, bool)> {
+/// Converts into a file, a pipe, or the stream of an `object`. Returns counters, the length if it is known, and whether
+/// the image is on stdout.
+fn convert(
+    options: &ConvertOptions,
+    object: Option<OutputStream>,
+) -> anyhow::Result<(ConvertCounters, Option<u64>, bool)> {
     let mut options = options.clone();
-    let (input, output) = pipes(&mut options)?;
+    let (input, output) = match object {
+        Some(stream) => (None, Some(Output { stream, is_stdout: false })),
+        None => pipes(&mut options)?,
+    };
     let options = &options;
     let is_stdout = output.as_ref().is_some_and(|output| output.is_stdout);
     if is_stdout {

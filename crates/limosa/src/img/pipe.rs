@@ -85,6 +85,12 @@ pub(super) fn output(name: &Name) -> anyhow::Result<Option<Output>> {
     Ok(Some(Output { stream, is_stdout: false }))
 }
 
+/// Whether a source may be a pipe. Nothing is opened.
+pub(super) fn may_be_input(source: &Source) -> bool {
+    plain(&source.name, source.image_opts)
+        .is_some_and(|name| name == "-" || STDIN.contains(&name) || kind(name).is_some())
+}
+
 /// The name, if it is nothing but a path.
 fn plain(name: &Name, image_opts: bool) -> Option<&str> {
     let text = name.0.to_str().filter(|_| !image_opts)?;

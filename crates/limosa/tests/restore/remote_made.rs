@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use limosa_testkit::{HttpFault, stores_skipped, wait_for};
+use limosa_testkit::{HttpFault, HttpRequest, Machine, Prefill, stores_skipped, wait_for};
 use rustix::process::Signal;
 
 use crate::far::{Far, cost};
@@ -97,6 +97,44 @@ fn an_upload_of_a_snapshot_ends_by_a_signal_and_leaves_nothing_half() {
     let ended = packing.wait();
     assert!(!ended.status.success(), "{ended:?}");
     assert_eq!(objects(&far), [""; 0]);
+    far.scene.assert_tidy();
+}
+
+#[test]
+fn a_snapshot_is_uploaded_while_it_is_packed_and_a_killed_pack_is_continued() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    const BYTES: u64 = 96 << 20;
+    let far = Far::new();
+    let source = Machine::paused(BYTES).start().unwrap();
+    Prefill::random(19).fill(source.memory_file().unwrap(), BYTES).unwrap();
+    let snapshot = far.scene.save(&source, "filled", &["--stop"]);
+    drop(source);
+    let (image, url) = (far.scene.path("image"), "s3://bucket/filled.qcow2");
+    far.run(&["pack", text(&snapshot), text(&image), "--no-sync"]).success();
+    let is_part = |request: &HttpRequest| request.method == "PUT" && request.target.contains("partNumber=");
+    let mut sent = 0;
+    far.proxy.set_faults(move |request| {
+        sent += u32::from(is_part(request));
+        if sent > 2 { HttpFault::Drop } else { HttpFault::None }
+    });
+    let packing = far.start(&["pack", text(&snapshot), url]);
+    let mut seen = 0;
+    wait_for("parts", || {
+        seen += far.proxy.take_requests().iter().filter(|request| is_part(request)).count();
+        (seen > 3).then_some(())
+    });
+    packing.signal(Signal::KILL);
+    packing.wait();
+    assert_eq!(objects(&far), [""; 0]);
+    far.proxy.set_faults(|_| HttpFault::None);
+    let again = far.run(&["pack", "--json", text(&snapshot), url]).json();
+    assert!(cost(&again, "parts-resumed") > 0, "{again}");
+    assert!(cost(&again, "bytes-sent") < image.metadata().unwrap().len(), "{again}");
+    // The same snapshot gives the same image.
+    assert!(std::fs::read(far.server.folder().join("filled.qcow2")).unwrap() == std::fs::read(&image).unwrap());
     far.scene.assert_tidy();
 }
 
