@@ -1,8 +1,14 @@
 //! One budget of time for all attempts of a request.
 //!
-//! **Law: nothing below retries by itself.** A retry inside a retry multiplies both.
+//! **Law: nothing below retries by itself.** A retry inside a retry multiplies both. Who makes a request calls
+//! [`Budget::attempt`], and [`Budget::pause`] with its error, until one of the two ends it.
 
 use std::time::{Duration, Instant};
+
+use tokio::time::{sleep, timeout};
+
+use crate::counters::Count;
+use crate::error::RemoteError;
 
 /// The pause before the first retry. Each further one doubles it.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -10,23 +16,58 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// The longest pause, unless the store asks for a longer one.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// The time that is left for a request, and its next pause.
+/// The time that is left for a request, its next pause, and the last error.
 #[derive(Debug)]
 pub(crate) struct Budget {
     total: Duration,
     until: Instant,
     pause: Duration,
     seed: u64,
+    last: Option<RemoteError>,
 }
 
 impl Budget {
     pub(crate) fn new(total: Duration, seed: u64) -> Self {
-        Self { total, until: Instant::now() + total, pause: FIRST_PAUSE, seed }
+        Self { total, until: Instant::now() + total, pause: FIRST_PAUSE, seed, last: None }
     }
 
-    /// The time from the beginning, or the last progress, to the end.
-    pub(crate) fn total(&self) -> Duration {
-        self.total
+    /// Makes one attempt. It may take as long as the budget lasts, and `most` if that is given; a `most` that is longer
+    /// than the whole budget is not cut by it.
+    ///
+    /// # Errors
+    /// Its own; if it had no time, that of the attempt before, which says more.
+    pub(crate) async fn attempt<T>(
+        &mut self,
+        most: Option<Duration>,
+        request: impl Future<Output = Result<T, RemoteError>>,
+    ) -> Result<T, RemoteError> {
+        let within = match most {
+            Some(most) if most > self.total => most,
+            Some(most) => most.min(self.for_attempt()),
+            None => self.for_attempt(),
+        };
+        let error = match timeout(within, request).await {
+            Ok(Ok(done)) => return Ok(done),
+            Ok(Err(error)) => error,
+            Err(_) => self.last.take().unwrap_or(RemoteError::Silent(most.unwrap_or(self.total))),
+        };
+        self.last = Some(error.clone());
+        Err(error)
+    }
+
+    /// Waits before the next attempt, which is counted.
+    ///
+    /// # Errors
+    /// The error, if another attempt would be of no use or the budget is spent.
+    pub(crate) async fn pause(&mut self, error: RemoteError, retries: &Count) -> Result<(), RemoteError> {
+        if !error.is_transient() {
+            return Err(error);
+        }
+        let Some(pause) = self.next_pause(error.retry_after()) else { return Err(error.after(self.total)) };
+        tracing::debug!(?pause, %error, "an object store's request is made again");
+        retries.add(1);
+        sleep(pause).await;
+        Ok(())
     }
 
     /// Restarts after progress: a long transfer over a slow line has the time that it needs.
@@ -36,7 +77,7 @@ impl Budget {
     }
 
     /// How long the next attempt may take: the last one has a second, although the budget ends before.
-    pub(crate) fn for_attempt(&self) -> Duration {
+    fn for_attempt(&self) -> Duration {
         self.left().max(Duration::from_secs(1))
     }
 
@@ -46,7 +87,7 @@ impl Budget {
     }
 
     /// The pause before the next attempt; `None` if the budget is spent. `asked` is what the store asks for.
-    pub(crate) fn next_pause(&mut self, asked: Option<Duration>) -> Option<Duration> {
+    fn next_pause(&mut self, asked: Option<Duration>) -> Option<Duration> {
         let pause = asked.unwrap_or_default().max(self.jittered(self.pause));
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
         let left = self.left();
@@ -77,5 +118,49 @@ mod tests {
         assert!(asked <= Duration::from_secs(100), "never longer than the budget");
         let mut spent = Budget::new(Duration::ZERO, 2);
         assert_eq!(spent.next_pause(None), None);
+    }
+
+    /// Attempts until one ends a request.
+    async fn persist(
+        budget: &mut Budget,
+        most: Option<Duration>,
+        mut answers: Vec<Option<RemoteError>>,
+    ) -> (RemoteError, u64) {
+        let retries = Count::default();
+        loop {
+            let answer = answers.pop();
+            let request = async {
+                match answer {
+                    Some(Some(error)) => Err::<(), _>(error),
+                    // It says nothing.
+                    _ => std::future::pending().await,
+                }
+            };
+            let error = budget.attempt(most, request).await.unwrap_err();
+            if let Err(error) = budget.pause(error, &retries).await {
+                return (error, retries.get());
+            }
+        }
+    }
+
+    #[test]
+    fn attempts_end_with_an_error_that_stays_or_with_the_budget_and_name_what_was_said_last() {
+        let (brief, long) = (Duration::from_millis(30), Duration::from_secs(60));
+        let broken = || RemoteError::Broken("here".to_owned());
+        let ended = |total, most, answers| {
+            crate::runtime::block_on(async move { persist(&mut Budget::new(total, 3), most, answers).await }).unwrap()
+        };
+        let answers = vec![Some(RemoteError::Exists), Some(broken()), Some(broken())];
+        assert_eq!(ended(long, None, answers), (RemoteError::Exists, 2));
+        // The one that says nothing has a second, although the budget is spent.
+        assert_eq!(ended(brief, None, vec![None, Some(broken())]), (broken().after(brief), 1));
+        assert_eq!(ended(brief, Some(brief), Vec::new()).0, RemoteError::Silent(brief).after(brief));
+        // An attempt that may take longer than the budget takes as long as it may.
+        let began = Instant::now();
+        assert_eq!(
+            ended(Duration::ZERO, Some(brief), Vec::new()),
+            (RemoteError::Silent(brief).after(Duration::ZERO), 0)
+        );
+        assert!(began.elapsed() >= brief);
     }
 }

@@ -9,7 +9,6 @@ use std::time::{Duration, SystemTime};
 use limosa_storage::{Operation, StorageError};
 use object_store::ObjectStoreExt as _;
 use object_store::path::Path;
-use tokio::time::{sleep, timeout};
 
 use crate::budget::Budget;
 use crate::counters::Count;
@@ -104,23 +103,17 @@ pub fn remove(url: &ObjectUrl, options: &StoreOptions) -> Result<u64, StorageErr
 /// Makes a request until it succeeds, cannot succeed, or the budget is spent; waits for that.
 fn persist<T: Send + 'static, F: Future<Output = Result<T, RemoteError>> + Send>(
     options: &StoreOptions,
-    attempt_within: Duration,
+    most: Duration,
     mut request: impl FnMut() -> F + Send + 'static,
 ) -> io::Result<T> {
-    let mut budget = Budget::new(options.budget, 0);
+    let (mut budget, most) = (Budget::new(options.budget, 0), most.min(options.budget));
     let attempts = async move {
+        let retries = Count::default();
         loop {
-            let within = attempt_within.min(budget.for_attempt());
-            let error = match timeout(within, request()).await {
-                Ok(Ok(done)) => return Ok(done),
-                Ok(Err(error)) => error,
-                Err(_) => RemoteError::Silent(within),
-            };
-            if !error.is_transient() {
-                return Err(error);
+            match budget.attempt(Some(most), request()).await {
+                Ok(done) => return Ok::<_, RemoteError>(done),
+                Err(error) => budget.pause(error, &retries).await?,
             }
-            let Some(pause) = budget.next_pause(error.retry_after()) else { return Err(error.after(budget.total())) };
-            sleep(pause).await;
         }
     };
     Ok(runtime::block_on(attempts)??)

@@ -35,15 +35,11 @@ pub(super) async fn first_block(
     tally: &Tally,
 ) -> Result<(ObjectMeta, Option<Bytes>), RemoteError> {
     let mut budget = Budget::new(options.store.budget, 0);
-    let mut last = None;
     loop {
-        let error = match timeout(budget.for_attempt(), first_attempt(store, options, tally)).await {
-            Ok(Ok(found)) => return Ok(found),
-            Ok(Err(error)) => error,
-            Err(_) => last.unwrap_or(RemoteError::Silent(budget.total())),
-        };
-        last = Some(error.clone());
-        pause(&mut budget, error, tally).await?;
+        match budget.attempt(None, first_attempt(store, options, tally)).await {
+            Ok(found) => return Ok(found),
+            Err(error) => budget.pause(error, &tally.retries).await?,
+        }
     }
 }
 
@@ -94,40 +90,19 @@ async fn first_attempt(
 pub(super) async fn run(blocks: &Blocks, run: Range<u64>, is_demanded: bool) -> Result<(), RemoteError> {
     let bytes = blocks.bytes_of(&run);
     let mut budget = Budget::new(blocks.options.store.budget, bytes.start);
-    let (mut assembly, mut last) = (Assembly::new(bytes), None);
+    let mut assembly = Assembly::new(bytes);
     while assembly.skip_delivered(blocks) {
         let block = assembly.next / blocks.block_size();
-        let error = match timeout(budget.for_attempt(), hedged(blocks, &mut assembly, is_demanded)).await {
-            Ok(Ok(())) => return Ok(()),
-            Ok(Err(error)) => error,
-            // What an earlier attempt has said is more than that the last one had no time.
-            Err(_) => last.unwrap_or(RemoteError::Silent(budget.total())),
-        };
-        last = Some(error.clone());
-        let error = match error {
-            RemoteError::NotFound(_) => RemoteError::Removed,
-            error => error,
+        let error = match budget.attempt(None, hedged(blocks, &mut assembly, is_demanded)).await {
+            Ok(()) => return Ok(()),
+            Err(RemoteError::NotFound(_)) => RemoteError::Removed,
+            Err(error) => error,
         };
         if assembly.next / blocks.block_size() > block {
             budget.renew();
         }
-        pause(&mut budget, error, &blocks.tally).await?;
+        budget.pause(error, &blocks.tally.retries).await?;
     }
-    Ok(())
-}
-
-/// Waits before the next attempt.
-///
-/// # Errors
-/// The error, if another attempt would be of no use or the budget is spent.
-async fn pause(budget: &mut Budget, error: RemoteError, tally: &Tally) -> Result<(), RemoteError> {
-    if !error.is_transient() {
-        return Err(error);
-    }
-    let Some(pause) = budget.next_pause(error.retry_after()) else { return Err(error.after(budget.total())) };
-    tracing::debug!(?pause, %error, "an object store's request is made again");
-    tally.retries.add(1);
-    sleep(pause).await;
     Ok(())
 }
 

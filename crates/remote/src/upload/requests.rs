@@ -14,7 +14,7 @@ use object_store::{
 };
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::watch;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 use super::record::{Begun, Part};
 use crate::budget::Budget;
@@ -97,24 +97,13 @@ impl Shared {
         attempt_within: Duration,
         mut request: impl FnMut() -> F,
     ) -> Result<T, RemoteError> {
-        let (mut budget, mut last) = (Budget::new(self.options.budget, self.requests.get()), None);
+        let mut budget = Budget::new(self.options.budget, self.requests.get());
         loop {
-            // One that may take longer than the budget is not cut by it.
-            let is_long = attempt_within > budget.total();
-            let within = if is_long { attempt_within } else { attempt_within.min(budget.for_attempt()) };
-            let error = match timeout(within, request()).await {
-                Ok(Ok(done)) => return Ok(done),
-                Ok(Err(error)) => error,
-                Err(_) => last.unwrap_or(RemoteError::Silent(within)),
-            };
-            last = Some(error.clone());
-            if !error.is_transient() || self.has_failed() {
-                return Err(error);
+            match budget.attempt(Some(attempt_within), request()).await {
+                Ok(done) => return Ok(done),
+                Err(error) if self.has_failed() => return Err(error),
+                Err(error) => budget.pause(error, &self.retries).await?,
             }
-            let Some(pause) = budget.next_pause(error.retry_after()) else { return Err(error.after(budget.total())) };
-            tracing::debug!(?pause, %error, "an object store's request is made again");
-            self.retries.add(1);
-            sleep(pause).await;
         }
     }
 
