@@ -147,14 +147,14 @@ impl Base {
         self.place.images().iter().any(|image| image.is_encrypted())
     }
 
-    /// Checks that its whole chain still has its names and contents.
+    /// Checks that it is still there: of files the whole chain, by names and contents; of objects the topmost one, by
+    /// its record. Those below it have no lock, so what is found out about them now may be wrong a moment later.
     pub(crate) fn check_still_there(&self) -> Result<(), PackError> {
         let Place::Objects(_, access) = &self.place else {
             return self.levels().iter().try_for_each(Level::check_still_there);
         };
-        let now = remote::open_packed(&self.path, access)?;
-        let record = now.and_then(|now| now.images().first().map(Image::identity)).transpose()?.flatten();
-        if record == Some(self.record) {
+        let now = remote::record(&self.path, access)?.map(|now| BaseRecord { id: now.id, tables: now.tables });
+        if now == Some(self.record) {
             return Ok(());
         }
         let what = "it was replaced meanwhile".to_owned();

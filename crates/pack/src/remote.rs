@@ -25,6 +25,7 @@ use crate::error::PackError;
 use crate::head::starts_as_image;
 use crate::image::{BaseFault, Image, open_bases, open_contents};
 use crate::open::Access;
+use crate::record::Record;
 use crate::touched;
 use crate::unpacked_disk::UnpackedDisk;
 
@@ -50,6 +51,15 @@ pub(crate) fn open_packed(name: &Path, access: &Access) -> Result<Option<PackedO
         return Ok(None);
     }
     PackedObject::open(storage, name, access).map(Some)
+}
+
+/// Reads the record of the image in an object, and nothing below it; `None`: it is no image, or of another program.
+pub(crate) fn record(name: &Path, access: &Access) -> Result<Option<Record>, PackError> {
+    let storage = open_object(name, access)?;
+    if !starts_as_image(&*storage)? {
+        return Ok(None);
+    }
+    Ok(Image::open(storage, name, access.passphrase.as_ref())?.record().cloned())
 }
 
 fn open_object(name: &Path, access: &Access) -> Result<Arc<dyn Storage>, PackError> {
