@@ -3,7 +3,9 @@
 //! Law: **a fault waits for one block**, or for those of 1 MiB where checksums are verified. A block is the largest
 //! cluster of the chain. What was unpacked is kept in a cache of [`CACHE`] bytes; a read of several blocks, and one
 //! that continues where the last one ended, has further blocks unpacked by threads meanwhile. A block that cannot be
-//! unpacked is an error of each read that needs it, and never zeros.
+//! unpacked is an error of each read that needs it, and never zeros. **A read waits for one attempt**: who waits for a
+//! block that somebody else unpacks gets the error of that attempt, since a store that is gone is waited for in each.
+//! The error is not kept: a later read makes an attempt of its own, and the store may be back.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -17,7 +19,7 @@ use std::thread::{self, JoinHandle};
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_page::{to_u64, to_usize};
 use limosa_storage::{Buffer, block_on};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// Bytes of unpacked blocks that are kept.
 pub const CACHE: u64 = 32 << 20;
@@ -60,11 +62,14 @@ struct Blocks {
     ahead: VecDeque<u64>,
 }
 
+/// The error of an attempt to unpack a block, set when it fails.
+type Failure = Arc<OnceLock<ImageError>>;
+
 enum Block {
     /// Waits for a thread.
     Queued,
-    /// A thread unpacks it.
-    Pending,
+    /// A thread unpacks it; its error, for those that wait for the block meanwhile.
+    Pending(Failure),
     /// Here it is; whether it was used since it was last looked at for eviction.
     Here(Buffer, bool),
 }
@@ -194,10 +199,7 @@ impl Shared {
             if !matches!(blocks.known.get(&index), Some(Block::Queued)) {
                 continue;
             }
-            blocks.known.insert(index, Block::Pending);
-            drop(blocks);
-            // Who needs it gets the error by an attempt of its own.
-            let _ = self.unpack(index);
+            drop(self.unpack(blocks, index));
             blocks = self.blocks.lock();
         }
     }
@@ -211,30 +213,39 @@ impl Shared {
                     *is_used = true;
                     return Ok(buffer.clone());
                 }
-                Some(Block::Pending) => self.done.wait(&mut blocks),
-                Some(Block::Queued) | None => {
-                    blocks.known.insert(index, Block::Pending);
-                    drop(blocks);
-                    return self.unpack(index);
+                Some(Block::Pending(failure)) => {
+                    let failure = Arc::clone(failure);
+                    self.done.wait(&mut blocks);
+                    if let Some(error) = failure.get() {
+                        return Err(error.clone());
+                    }
                 }
+                Some(Block::Queued) | None => return self.unpack(blocks, index),
             }
         }
     }
 
-    /// Unpacks a block that is pending, and keeps it.
-    fn unpack(&self, index: u64) -> Result<Buffer, ImageError> {
+    /// Unpacks a block that nobody unpacks, and keeps it.
+    fn unpack(&self, mut blocks: MutexGuard<'_, Blocks>, index: u64) -> Result<Buffer, ImageError> {
+        let failure = Failure::default();
+        blocks.known.insert(index, Block::Pending(Arc::clone(&failure)));
+        drop(blocks);
         let unwinding = Unwinding { shared: self, index };
         let start = index.saturating_mul(self.block);
         let buffer = Buffer::zeroed(to_usize(self.block.min(self.length.saturating_sub(start))));
         let read = block_on(self.disk.read(GuestOffset(start), buffer.clone().into()));
         std::mem::forget(unwinding);
         let mut blocks = self.blocks.lock();
-        if read.is_ok() {
-            blocks.known.insert(index, Block::Here(buffer.clone(), false));
-            blocks.order.push_back(index);
-            blocks.evict(CACHE / self.block);
-        } else {
-            blocks.known.remove(&index);
+        match &read {
+            Ok(()) => {
+                blocks.known.insert(index, Block::Here(buffer.clone(), false));
+                blocks.order.push_back(index);
+                blocks.evict(CACHE / self.block);
+            }
+            Err(error) => {
+                blocks.known.remove(&index);
+                failure.get_or_init(|| error.clone());
+            }
         }
         drop(blocks);
         self.done.notify_all();
@@ -287,5 +298,51 @@ impl Drop for UnpackedDisk {
         for thread in threads.filter(|_| !self.is_far) {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_image::raw::{Raw, RawOptions};
+    use limosa_storage::testing::{Failing, Fault, RequestHolder, SparseMemory};
+    use limosa_storage::{Operation, Storage};
+
+    use super::*;
+
+    #[test]
+    fn readers_that_wait_for_a_block_share_its_attempt_and_its_error_and_a_later_one_tries_again() {
+        let (holder, failing) = (RequestHolder::only(&[Operation::Read]), Failing::only(&[Operation::Read]));
+        let memory = Arc::new(SparseMemory::file("disk", 1 << 16));
+        block_on(memory.write(0, Buffer::from_slice(&[7; 4096]).into())).unwrap();
+        let disk = Raw::open(holder.wrap(failing.wrap(memory)), &RawOptions::default()).unwrap();
+        let unpacked = UnpackedDisk::far(disk, BLOCK_LEAST, 1);
+        let read = || {
+            let mut page = [0; 4096];
+            unpacked.read_exact_at(&mut page, 0).map(|()| page).map_err(|error| error.to_string())
+        };
+        let until = |is_so: &dyn Fn() -> bool| {
+            while !is_so() {
+                thread::sleep(std::time::Duration::from_millis(1));
+            }
+        };
+        failing.fail(0, 1, Fault::Broken);
+        assert!(!unpacked.is_near(&(0..4096)));
+        until(&|| holder.waiting().len() == 1);
+        thread::scope(|scope| {
+            let readers = [scope.spawn(read), scope.spawn(read)];
+            // The map, the thread that unpacks, and both readers.
+            until(&|| match unpacked.shared.blocks.lock().known.get(&0) {
+                Some(Block::Pending(failure)) => Arc::strong_count(failure) == 4,
+                _ => false,
+            });
+            assert!(holder.release(holder.waiting()[0].number));
+            for reader in readers {
+                assert!(reader.join().unwrap().unwrap_err().contains("disk"));
+            }
+        });
+        assert_eq!((failing.seen(), holder.waiting().len()), ((1, 1), 0));
+        holder.release_all();
+        assert_eq!(read(), Ok([7; 4096]));
+        assert!(unpacked.is_near(&(0..4096)));
     }
 }
