@@ -41,7 +41,7 @@ pub(super) fn run(options: &CommitOptions, url: &OsStr) -> anyhow::Result<ExitCo
         progress: options.progress,
         quiet: options.quiet,
         json: options.json,
-        ..ConvertOptions::of_nothing()
+        ..ConvertOptions::default()
     };
     let (counters, length) = convert::to_object(&convert, &object)?;
     // So that it is known which object it is.

@@ -235,7 +235,7 @@ fn pipes(options: &mut ConvertOptions) -> anyhow::Result<(Option<InputStream>, O
             (options.out_of_order, "-W", "a pipe is written in order"),
             (options.resume, "--resume", "what was written to a pipe cannot be continued"),
             (options.copy_range, "-C", "a pipe has no places that can be copied to"),
-            (options.sparse_size == 0, "-S 0", "a pipe has no space that could be allocated"),
+            (options.sparse() == 0, "-S 0", "a pipe has no space that could be allocated"),
         ];
         if let Some((_, option, why)) = reasons.into_iter().find(|(given, _, _)| *given) {
             anyhow::bail!("{option}: {name} is a pipe, and {why}; write to a file, or omit {option}");
@@ -298,8 +298,8 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
     request.bitmaps = options.bitmaps;
     request.resume = options.resume.then(|| ResumeOptions::new(description(options)));
     request.options = convert::ConvertOptions::default()
-        .max_in_flight(options.parallel.into())
-        .sparse(options.sparse_size)
+        .max_in_flight(options.in_flight())
+        .sparse(options.sparse())
         // Writes into the page cache of one file wait for each other in the kernel: in order, reads continue meanwhile.
         .out_of_order(options.out_of_order && !is_cached)
         .target_is_zero(options.target_is_zero)
@@ -319,7 +319,7 @@ fn description(options: &ConvertOptions) -> String {
     add("-B", options.backing.as_ref().map(text));
     add("-F", options.backing_format.clone());
     add("-l", options.snapshot.as_ref().map(ToString::to_string));
-    add("-S", Some(options.sparse_size.to_string()));
+    add("-S", Some(options.sparse().to_string()));
     add("-c", options.compress.then(|| options.compress_level.map_or("default".into(), |level| level.to_string())));
     add("-f", options.sources.first().and_then(|source| source.format.clone()));
     add("of", Some(options.sources.iter().map(|source| source.name.to_string()).collect::<Vec<_>>().join(" ")));
@@ -328,11 +328,8 @@ fn description(options: &ConvertOptions) -> String {
 
 /// Refuses options that contradict each other, before anything is opened.
 fn check(options: &ConvertOptions) -> anyhow::Result<()> {
-    if !options.sparse_size.is_multiple_of(512) || options.sparse_size > SPARSE_MOST {
-        anyhow::bail!(
-            "-S {}: must be a multiple of 512 up to {SPARSE_MOST}; 0 allocates everything",
-            options.sparse_size
-        );
+    if !options.sparse().is_multiple_of(512) || options.sparse() > SPARSE_MOST {
+        anyhow::bail!("-S {}: must be a multiple of 512 up to {SPARSE_MOST}; 0 allocates everything", options.sparse());
     }
     if options.resume && options.target.cache == CacheMode::Unsafe {
         anyhow::bail!("-t unsafe cannot be used with --resume, whose journal must be durable; use writeback");

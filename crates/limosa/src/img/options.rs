@@ -139,8 +139,11 @@ pub(crate) struct ResizeOptions {
     pub(crate) quiet: bool,
 }
 
-/// `limosa img convert`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Requests of `limosa img convert` in flight by default: qemu-img's.
+const PARALLEL: usize = 8;
+
+/// `limosa img convert`. By default that of a command line without options and names.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct ConvertOptions {
     /// One or more; none for `-o help`.
     pub(crate) sources: Vec<Source>,
@@ -155,10 +158,10 @@ pub(crate) struct ConvertOptions {
     pub(crate) no_create: bool,
     /// It reads as zeros.
     pub(crate) target_is_zero: bool,
-    /// The shortest run of zero bytes that becomes a hole; 0: no holes.
-    pub(crate) sparse_size: u64,
-    /// Requests in flight at the same time.
-    pub(crate) parallel: u8,
+    /// The shortest run of zero bytes that becomes a hole, if given; 0: no holes.
+    pub(crate) sparse_size: Option<u64>,
+    /// Requests in flight at the same time, if given.
+    pub(crate) parallel: Option<u8>,
     /// Writes need not be in order.
     pub(crate) out_of_order: bool,
     /// The kernel copies from file to file.
@@ -182,31 +185,15 @@ pub(crate) struct ConvertOptions {
 }
 
 impl ConvertOptions {
-    /// The usual ones, without a source and a name.
-    pub(crate) fn of_nothing() -> Self {
-        Self {
-            sources: Vec::new(),
-            snapshot: None,
-            name: Name(OsString::new()),
-            target: Target::default(),
-            backing: None,
-            backing_format: None,
-            no_create: false,
-            target_is_zero: false,
-            sparse_size: limosa_image::convert::ConvertOptions::SPARSE,
-            parallel: 8,
-            out_of_order: false,
-            copy_range: false,
-            compress: false,
-            compress_level: None,
-            resume: false,
-            rate: None,
-            salvage: false,
-            bitmaps: None,
-            progress: false,
-            quiet: false,
-            json: false,
-        }
+    /// Returns the shortest run of zero bytes that becomes a hole; 0: no holes.
+    pub(crate) fn sparse(&self) -> u64 {
+        self.sparse_size.unwrap_or(limosa_image::convert::ConvertOptions::SPARSE)
+    }
+
+    /// Returns the number of requests in flight at the same time: each compresses on its own.
+    pub(crate) fn in_flight(&self) -> usize {
+        let processors = if self.compress { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
+        self.parallel.map_or(processors.clamp(PARALLEL, u8::MAX.into()), usize::from)
     }
 }
 

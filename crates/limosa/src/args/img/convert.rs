@@ -13,9 +13,6 @@ use crate::img::options::{ConvertOptions, Name, Source, Target};
 use crate::img::size::{parse_rate, parse_size};
 use crate::program;
 
-/// Requests in flight by default: qemu-img's.
-const PARALLEL: u8 = 8;
-
 #[derive(Debug, Args)]
 #[command(override_usage = format!("{} convert [OPTIONS] SOURCE... TARGET", program::img()))]
 pub(crate) struct ImgConvertArgs {
@@ -158,8 +155,8 @@ impl ImgConvertArgs {
             backing_format: self.backing_format,
             no_create: self.no_create,
             target_is_zero: self.target_is_zero,
-            sparse_size: self.sparse_size.unwrap_or(limosa_image::convert::ConvertOptions::SPARSE),
-            parallel: self.parallel.unwrap_or_else(|| parallel(self.compress)),
+            sparse_size: self.sparse_size,
+            parallel: self.parallel,
             out_of_order: self.oob_writes,
             copy_range: self.copy_range,
             compress: self.compress,
@@ -177,12 +174,6 @@ impl ImgConvertArgs {
             json: self.report.json,
         })
     }
-}
-
-/// Returns the number of requests in flight without a choice: each compresses on its own.
-fn parallel(compress: bool) -> u8 {
-    let processors = if compress { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
-    u8::try_from(processors).unwrap_or(u8::MAX).max(PARALLEL)
 }
 
 /// Parses the name of a snapshot by qemu-img's rules.
