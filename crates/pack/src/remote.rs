@@ -239,6 +239,10 @@ impl SnapshotBytes for PlainObject {
         Ok(())
     }
 
+    fn is_near(&self, range: &Range<u64>) -> bool {
+        self.storage.is_near(range)
+    }
+
     fn prefetch(&self, ranges: &[Range<u64>]) {
         self.storage.prefetch(ranges);
     }

@@ -557,9 +557,12 @@ impl PageSource for Snapshot {
         else {
             return true;
         };
-        let start = place.offset(pages);
-        let end = start.saturating_add(pages.len().saturating_mul(PAGE_SIZE));
-        stored.count_in(pages) == 0 || bytes.is_near(&(start..end))
+        // All of them, so that none is fetched after another: what is not stored need not be fetched.
+        stored.runs_in(pages).fold(true, |is_near, run| {
+            let start = place.offset(run);
+            let end = start.saturating_add(run.len().saturating_mul(PAGE_SIZE));
+            bytes.is_near(&(start..end)) && is_near
+        })
     }
 
     /// Verifies the checksums of the chunks that the pages are in, unless that was done before: a bitmap that

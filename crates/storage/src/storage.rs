@@ -62,6 +62,11 @@ pub trait Storage: Any + Send + Sync + Debug {
     /// fails: a read will.
     fn prefetch(&self, _ranges: &[Range<u64>]) {}
 
+    /// Whether a range can be read without waiting for a connection. If not, has it fetched before what is prefetched.
+    fn is_near(&self, _range: &Range<u64>) -> bool {
+        true
+    }
+
     /// Makes completed writes durable.
     fn flush(&self) -> Request;
 

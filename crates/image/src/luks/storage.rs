@@ -312,6 +312,11 @@ impl Storage for EncryptedStorage {
         self.inner.below.prefetch(&ranges.iter().map(below).collect::<Vec<_>>());
     }
 
+    fn is_near(&self, range: &Range<u64>) -> bool {
+        let base = self.inner.base;
+        self.inner.below.is_near(&(range.start.saturating_add(base)..range.end.saturating_add(base)))
+    }
+
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
         let end = self.inner.length()?;
         let all =

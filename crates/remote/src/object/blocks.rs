@@ -4,6 +4,7 @@
 //! be fetched, wakes all of them, also if the task that fetched it has panicked.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -197,6 +198,28 @@ impl Blocks {
             state.queue.prefetch(range.start / size..end.div_ceil(size));
         }
         self.begin(&mut state);
+    }
+
+    /// Whether all blocks of a range are in memory. Those that are not are demanded, as by a read that nobody waits for.
+    pub(super) fn is_near(self: &Arc<Self>, range: &Range<u64>) -> bool {
+        let size = self.block_size();
+        let (mut is_near, mut is_missing) = (true, false);
+        let mut state = self.state.lock();
+        for block in range.start / size..range.end.min(self.length()).div_ceil(size) {
+            if state.kept.contains(block) {
+                continue;
+            }
+            is_near = false;
+            if let Entry::Vacant(vacant) = state.pending.entry(block) {
+                vacant.insert(Pending::default());
+                state.queue.demand(block);
+                is_missing = true;
+            }
+        }
+        if is_missing {
+            self.begin(&mut state);
+        }
+        is_near
     }
 
     pub(super) fn stop_prefetching(&self) {

@@ -188,6 +188,10 @@ impl Storage for RemoteObject {
         self.blocks.prefetch(ranges);
     }
 
+    fn is_near(&self, range: &Range<u64>) -> bool {
+        self.blocks.is_near(range)
+    }
+
     fn write(&self, offset: u64, from: IoVector) -> Request {
         self.refusal(Operation::Write, &(offset..offset.saturating_add(from.len() as u64)))
     }

@@ -1,4 +1,6 @@
-use limosa_remote::{Pin, RemoteObject, StoreOptions, list, remove};
+use std::sync::Arc;
+
+use limosa_remote::{BlockCache, CacheOptions, Pin, RemoteObject, StoreOptions, list, remove};
 use limosa_storage::{Buffer, Storage as _, block_on};
 use limosa_testkit::{HttpFault, ObjectServerKind, stores_skipped};
 
@@ -100,6 +102,36 @@ fn what_is_prefetched_is_not_waited_for_and_demand_goes_first() {
 }
 
 #[test]
+fn whoever_asks_if_bytes_are_near_has_them_brought_once_and_need_not_wait() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let bytes = pattern(5, 4 << 20);
+    bed.put("k", &bytes);
+    bed.proxy.set_latency(std::time::Duration::from_millis(100));
+    let folder = tempfile::tempdir().unwrap();
+    let cache = BlockCache::open(&CacheOptions::new(folder.path())).unwrap();
+    // The second time from the disk: what is only prefetched would stay there.
+    for is_cached in [false, true] {
+        let object = RemoteObject::open(&url("k"), &bed.options().cache(Some(Arc::clone(&cache)))).unwrap();
+        let before = object.counters();
+        // Up to its end, and not beyond.
+        let range = (3 << 20) + 5..5 << 20;
+        assert!(object.is_near(&(0..1)) && object.is_near(&(4 << 20..5 << 20)));
+        let began = std::time::Instant::now();
+        assert!(!object.is_near(&range) && !object.is_near(&range));
+        assert!(began.elapsed() < std::time::Duration::from_millis(90));
+        limosa_testkit::wait_for("the bytes", || object.is_near(&range).then_some(()));
+        assert_eq!(read(&*object, 3 << 20, 1 << 20).unwrap(), bytes[3 << 20..]);
+        let (counters, hits) = (object.counters(), object.counters().cache_hits > 0);
+        assert_eq!((counters.requests - before.requests, hits), (u64::from(!is_cached), is_cached), "{counters:?}");
+        // It is in the cache before the second turn.
+        limosa_testkit::wait_for("the cache", || (cache.counters().written >= 5).then_some(()));
+    }
+}
+
+#[test]
 fn files_of_a_web_server_are_read_without_credentials() {
     if stores_skipped() {
         return;
@@ -127,8 +159,8 @@ fn a_weak_tag_of_a_web_server_is_no_strong_pin_and_a_change_is_noticed_all_the_s
     // Of nginx: the time of change, which is not over yet, and the length.
     let of_time = r#""7ddcb400-80000""#;
     for (tag, is_compared_by_the_server) in [(of_time, true), (r#"W/"a""#, false)] {
-        let served = std::sync::Arc::new(std::sync::Mutex::new(tag.to_owned()));
-        let serving = std::sync::Arc::clone(&served);
+        let served = Arc::new(std::sync::Mutex::new(tag.to_owned()));
+        let serving = Arc::clone(&served);
         bed.proxy.set_faults(move |request| {
             let range = request.header("range").and_then(|range| range.strip_prefix("bytes=")).unwrap_or_default();
             let head = "206 Partial\r\nLast-Modified: Sun, 30 Nov 2036 00:00:00 GMT";
