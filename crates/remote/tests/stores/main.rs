@@ -5,6 +5,7 @@ mod credentials;
 mod failures;
 mod followed;
 mod reading;
+mod tls;
 mod uploads;
 
 use std::sync::Arc;
