@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use limosa_remote::{Existing, RemoteObject, Upload, UploadOptions, upload};
 use limosa_storage::{Storage as _, StorageError};
-use limosa_testkit::{HttpFault, ObjectServerKind, own_test, stores_skipped};
+use limosa_testkit::{HttpFault, HttpRequest, ObjectServerKind, own_test, stores_skipped};
 
 use crate::{Bed, memory, pattern, read, said, store, url};
 
@@ -421,6 +421,101 @@ fn a_cancelled_upload_with_a_record_is_continued() {
     options.cancelled.store(false, Ordering::Relaxed);
     let done = upload(&memory(&bytes), &url("k"), &options).unwrap();
     assert_eq!((done.counters.resumed, records_in(&records)), (2, 0));
+}
+
+/// The requests of an upload in parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// Looks what is there.
+    Look,
+    Begin,
+    Part,
+    Complete,
+}
+
+impl Step {
+    fn of(request: &HttpRequest) -> Option<Self> {
+        match request.method.as_str() {
+            "GET" => Some(Self::Look),
+            "PUT" => Some(Self::Part),
+            "POST" if request.target.contains("uploadId=") => Some(Self::Complete),
+            "POST" => Some(Self::Begin),
+            _ => None,
+        }
+    }
+}
+
+#[test]
+fn every_status_of_an_upload_gives_one_clear_line_and_leaves_nothing() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let mut options = bed.uploading();
+    // One part after the other, so that those of a status are counted.
+    (options.streams, options.store.budget) = (1, Duration::from_millis(300));
+    let bytes = pattern(57, 6 * MIB);
+    let conflict = "the object is being changed by another request (409 OperationAborted): try again later";
+    let busy =
+        "the store is overloaded (429 TooManyRequests): try again later, or with fewer requests (retried for 300ms)";
+    for (step, status, code, expected) in [
+        (Step::Look, 404, "NoSuchBucket", "there is no such object (NoSuchBucket)"),
+        (Step::Look, 409, "OperationAborted", conflict),
+        (Step::Look, 429, "TooManyRequests", busy),
+        (Step::Begin, 404, "NoSuchBucket", "there is no such object (NoSuchBucket)"),
+        (Step::Begin, 409, "OperationAborted", conflict),
+        (Step::Begin, 429, "TooManyRequests", busy),
+        (Step::Part, 404, "NoSuchUpload", "there is no such object (NoSuchUpload)"),
+        (Step::Part, 409, "OperationAborted", conflict),
+        (Step::Part, 429, "TooManyRequests", busy),
+        (Step::Complete, 404, "NoSuchUpload", "there is no such object (NoSuchUpload)"),
+        (Step::Complete, 409, "OperationAborted", conflict),
+        (Step::Complete, 412, "PreconditionFailed", "the object exists already"),
+        (Step::Complete, 429, "TooManyRequests", busy),
+    ] {
+        let count = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&count);
+        bed.proxy.set_faults(move |request| {
+            if Step::of(request) != Some(step) {
+                return HttpFault::None;
+            }
+            counted.fetch_add(1, Ordering::Relaxed);
+            HttpFault::Status(status, code)
+        });
+        let error = upload(&memory(&bytes), &url("k"), &options).unwrap_err();
+        assert!(said(&error).ends_with(&format!(" s3://bucket/k: {expected}")), "{step:?} {status}: {}", said(&error));
+        let count = count.load(Ordering::Relaxed);
+        assert_eq!(count > 1, status == 429, "{step:?} {status}: {count} requests");
+        assert_eq!((contents(&bed, "k"), leftovers(&bed.server.folder())), (None, Vec::new()), "{step:?} {status}");
+    }
+    // An object of one request.
+    for (status, code, expected) in [
+        (404, "NoSuchBucket", "there is no such object (NoSuchBucket)"),
+        (409, "OperationAborted", conflict),
+        (412, "PreconditionFailed", "the object exists already"),
+        (429, "TooManyRequests", busy),
+    ] {
+        bed.proxy.set_faults(move |request| match Step::of(request) {
+            Some(Step::Part) => HttpFault::Status(status, code),
+            _ => HttpFault::None,
+        });
+        let error = upload(&memory(b"short"), &url("k"), &options).unwrap_err();
+        assert_eq!(said(&error), format!("cannot write s3://bucket/k: {expected}"));
+        assert_eq!(contents(&bed, "k"), None, "{status}");
+    }
+    // A store that is busy for a moment: each step is made again.
+    let mut refused = Vec::new();
+    bed.proxy.set_faults(move |request| match Step::of(request) {
+        Some(step) if !refused.contains(&step) => {
+            refused.push(step);
+            HttpFault::Status(429, "TooManyRequests")
+        }
+        _ => HttpFault::None,
+    });
+    options.store.budget = Duration::from_secs(60);
+    let done = upload(&memory(&bytes), &url("k"), &options).unwrap();
+    assert_eq!(done.counters.retries, 4);
+    assert!(contents(&bed, "k").unwrap() == bytes);
 }
 
 #[test]
