@@ -54,7 +54,7 @@ pub enum HttpFault {
     LoseAnswer,
     /// The body of the answer ends after this many bytes.
     Cut(u64),
-    /// It waits before it is passed on.
+    /// It waits before it is passed on: later requests are answered earlier.
     Delay(Duration),
     /// The answer's body is longer by this number of bytes, and its head says so.
     Append(u64),

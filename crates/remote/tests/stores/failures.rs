@@ -1,8 +1,8 @@
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use limosa_remote::{RemoteObject, RemoteOptions};
+use limosa_remote::{RemoteObject, RemoteOptions, UploadOptions, upload};
 use limosa_storage::Storage as _;
 use limosa_testkit::{HttpFault, HttpRequest, ObjectServerKind, stores_skipped};
 
@@ -299,6 +299,83 @@ fn a_store_that_is_gone_is_an_error_when_the_budget_ends_and_not_before() {
     store.budget = Duration::from_millis(300);
     let error = RemoteObject::open(&url("k"), &RemoteOptions::default().store(store)).unwrap_err();
     assert!(said(&error).contains(&format!("cannot connect to {closed}: Connection refused")), "{}", said(&error));
+}
+
+#[test]
+fn a_store_that_takes_connections_and_is_silent_is_an_error_within_the_budget() {
+    if stores_skipped() {
+        return;
+    }
+    let (silence, budget) = (Duration::from_millis(100), Duration::from_millis(400));
+    let silent = "the store was silent for 100ms (retried for 400ms)";
+    let began = Instant::now();
+    // The kernel takes connections for it, and nobody reads what they bring.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut store = crate::store(listener.local_addr().unwrap());
+    (store.silence, store.budget) = (silence, budget);
+    let options = RemoteOptions::default().store(store.clone());
+    let error = RemoteObject::open(&url("k"), &options).unwrap_err();
+    assert_eq!(said(&error), format!("cannot open s3://bucket/k: {silent}"));
+    assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
+    let options = UploadOptions::default().store(store.clone());
+    let error = upload(&crate::memory(b"x"), &url("k"), &options).unwrap_err();
+    assert_eq!(said(&error), format!("cannot create s3://bucket/k: {silent}"));
+    let error = limosa_remote::list("s3://bucket", &store).unwrap_err();
+    assert!(said(&error).contains("the store was silent for "), "{}", said(&error));
+    // One that becomes silent.
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let bytes = pattern(16, 1 << 20);
+    bed.put("k", &bytes);
+    let mut options = bed.options();
+    // Enough for the server on a busy machine.
+    (options.store.silence, options.store.budget) = (Duration::from_secs(1), Duration::from_secs(1));
+    let object = RemoteObject::open(&url("k"), &options).unwrap();
+    bed.proxy.set_faults(|_| HttpFault::Delay(Duration::from_secs(600)));
+    let error = read(&*object, 1 << 19, 10).unwrap_err();
+    let silent = "the store was silent for 1s (retried for 1s)";
+    assert_eq!(said(&error), format!("cannot read s3://bucket/k at 0x80000 (10 bytes): {silent}"));
+    assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+    bed.proxy.set_faults(|_| HttpFault::None);
+    assert_eq!(read(&*object, 1 << 19, 10).unwrap(), bytes[1 << 19..][..10]);
+}
+
+#[test]
+fn answers_that_overtake_each_other_bring_the_right_bytes() {
+    if stores_skipped() {
+        return;
+    }
+    let seed = seed();
+    for kind in ObjectServerKind::ALL {
+        let bed = Bed::new(kind);
+        let bytes = pattern(17, 5 << 20);
+        bed.put("k", &bytes);
+        let object = RemoteObject::open(&url("k"), &bed.options()).unwrap();
+        let mut random = Random(seed);
+        // The first moment at which each request is answered, in the order of their coming.
+        let answered = Arc::new(Mutex::new(Vec::new()));
+        let answers = Arc::clone(&answered);
+        bed.proxy.set_faults(move |_| {
+            let mut answers = answers.lock().unwrap();
+            // Every other one is so late that the next one overtakes it.
+            let late = if answers.len() % 2 == 0 { 300 } else { 0 };
+            let delay = Duration::from_millis(late + random.below(150));
+            answers.push(Instant::now() + delay);
+            HttpFault::Delay(delay)
+        });
+        std::thread::scope(|scope| {
+            // Half of what each reads is the next one's, too.
+            for part in 0..4_usize {
+                let (object, bytes) = (&object, &bytes);
+                scope.spawn(move || {
+                    let (from, to) = (part << 20, (part + 2) << 20);
+                    assert!(read(&**object, from as u64, to - from).unwrap() == bytes[from..to], "seed {seed}");
+                });
+            }
+        });
+        let answered = answered.lock().unwrap();
+        assert!(!answered.is_sorted(), "no request was answered before an earlier one; seed {seed}");
+        assert_eq!(object.counters().retries, 0);
+    }
 }
 
 #[test]
