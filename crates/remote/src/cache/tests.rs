@@ -51,6 +51,28 @@ fn blocks_are_found_again_by_this_process_and_the_next_one() {
 }
 
 #[test]
+fn a_file_of_another_version_is_thrown_away() {
+    let folder = tempfile::tempdir().unwrap();
+    cache(&folder, 1 << 20).object("a", BLOCK, BLOCK).unwrap().write(0, &contents(1, 0, BLOCK));
+    let path = files(&folder).remove(0);
+    let mine = std::fs::read(&path).unwrap();
+    let mut theirs = mine.clone();
+    // The last byte of the magic. All else is as it was, also that the checksum fits.
+    theirs[15] += 1;
+    let checked = layout::header_length() - 4;
+    let sum = crc32c::crc32c(&theirs[..checked]).to_le_bytes();
+    theirs[checked..checked + 4].copy_from_slice(&sum);
+    std::fs::write(&path, theirs).unwrap();
+    let cache = cache(&folder, 1 << 20);
+    let object = cache.object("a", BLOCK, BLOCK).unwrap();
+    assert_eq!(object.read(0), None);
+    object.write(0, &contents(1, 0, BLOCK));
+    assert_eq!(object.read(0), Some(Bytes::from(contents(1, 0, BLOCK))));
+    assert_eq!(std::fs::read(&path).unwrap()[..=checked], mine[..=checked], "there is a file of this version again");
+    assert_eq!((cache.counters().damaged, cache.counters().errors), (1, 0));
+}
+
+#[test]
 fn files_are_the_users_alone_and_links_are_not_followed() {
     let folder = tempfile::tempdir().unwrap();
     let mine = cache(&folder, 1 << 20);
