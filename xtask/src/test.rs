@@ -12,6 +12,7 @@
 //! |---|---|
 //! | `cargo xtask` itself | those of xtask, without what only tests of crates need (`certificates` of limosa-testkit) |
 //! | clippy | all of them, checked |
+//! | clippy of the program without `remote` | two, checked; and crates of this workspace with fewer features |
 //! | fuzz targets | those of the fuzzers' own workspace, checked: half a minute |
 //! | documentation, packages | none: `--examples` gives dependencies the features that they have for clippy |
 //! | tests | the rest of them, for programs that run |
@@ -70,6 +71,9 @@ pub(crate) fn run() -> Result<()> {
     // Both workspaces locked: what is built is what the committed lock files say.
     let clippy = ["clippy", "--locked", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"];
     note("clippy", check(cargo(&clippy)));
+    // Code that is there only without object stores, and code that only they use: no other step compiles it so.
+    let without = ["clippy", "--locked", "-p", "limosa", "--no-default-features", "--", "-D", "warnings"];
+    note("clippy of the program without `remote`", check(cargo(&without)));
     // A workspace of its own, which the line above does not see.
     note(
         "fuzz targets",
