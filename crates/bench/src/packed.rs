@@ -1,5 +1,6 @@
 //! A stored VM made small: packed by limosa, compared with `zstd` on the same pages; saved packed, compared with a
-//! plain save; restored lazily from a packed file, compared with a plain one.
+//! plain save and with the stream of QEMU through `zstd`, as libvirt stores it; restored lazily from a packed file,
+//! compared with a plain one, until its guest has done fixed work: a word in each of many pages far from each other.
 //!
 //! The VM's memory is what disks have: text, tables, machine code, files that are compressed already, and zeros. The
 //! increment is of the same VM after its guest has written a word into each of 8,192 pages next to each other.
@@ -10,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use limosa_page::to_usize;
+use limosa_page::{to_micros, to_usize};
+use limosa_qemu::monitor::MigrationStatus;
 use rustix::fs::{SeekFrom, seek};
 use serde_json::Value;
 
@@ -22,7 +24,7 @@ use crate::machine::Machine;
 use crate::measure::{Measured, Stopwatch};
 use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib, ratio};
-use crate::restore::runs::{RestoreMethod, Stage, TO_BEAT};
+use crate::restore::runs::TO_BEAT;
 use crate::scratch::Scratch;
 use crate::stored::{Stored, ask, wait_answer, wait_beat};
 use crate::vm::{Ram, Role, Vm};
@@ -34,11 +36,15 @@ const INCREMENT: &str = "limosa pack --base";
 const PLAIN: &str = "plain";
 const PACKED: &str = "packed";
 const ENCRYPTED: &str = "packed and encrypted";
+const ON_BASE: &str = "packed on a base";
+const BY_QEMU: &str = "QEMU through zstd -3";
 
 /// KiB of the file that was made.
 const FILE: &str = "file_kib";
 /// Microseconds that the VM was stopped.
 const PAUSE: &str = "pause_us";
+/// Microseconds until the guest has done its work.
+const TO_WORK: &str = "to_work_us";
 
 /// The names of the cases.
 struct Cases {
@@ -104,8 +110,14 @@ fn rounds(options: &Options, cases: &Cases, size: u64) -> Result<Vec<Series>> {
             run: Box::new(move |frame| files.zstd(pages, frame)),
         });
     }
-    for (variant, how) in [(PLAIN, &[][..]), (PACKED, &["--pack", "zstd"])] {
-        if options.wants(&cases.save, variant) {
+    let saves = [
+        (PLAIN, Save::Plain, true),
+        (PACKED, Save::Packed, true),
+        (ON_BASE, Save::OnBase, true),
+        (BY_QEMU, Save::ByQemu, has_zstd()),
+    ];
+    for (variant, how, is_there) in saves {
+        if is_there && options.wants(&cases.save, variant) {
             contestants.push(Contestant {
                 case: cases.save.clone(),
                 variant: variant.to_owned(),
@@ -118,9 +130,7 @@ fn rounds(options: &Options, cases: &Cases, size: u64) -> Result<Vec<Series>> {
             contestants.push(Contestant {
                 case: cases.restore.clone(),
                 variant: variant.to_owned(),
-                run: Box::new(move |frame| {
-                    Stage { options, stored, source: None }.run(RestoreMethod::Lazy { preempt: true }, frame)
-                }),
+                run: Box::new(move |frame| restore(options, stored, frame)),
             });
         }
     }
@@ -191,13 +201,20 @@ impl Files {
     }
 
     /// Saves a running VM once.
-    fn save(&self, options: &Options, size: u64, how: &[&str], frame: &Frame) -> Result<Measured> {
-        let target = self.folder.path().join("saved");
+    fn save(&self, options: &Options, size: u64, how: Save, frame: &Frame) -> Result<Measured> {
+        // A base is in the directory of its increment.
+        let target = self.packed.path.with_file_name("saved");
         let vm = Vm::start(&options.qemu, size, Ram::Shared(&self.memory), Role::Source)?;
         let mut serial = vm.serial()?;
         vm.run()?;
         wait_beat(&mut serial)?;
-        let limosa = Prepared::new(options, "save")?.arguments(how);
+        let limosa = Prepared::new(options, "save")?;
+        let limosa = match how {
+            Save::Plain => limosa,
+            Save::Packed => limosa.arguments(&["--pack", "zstd"]),
+            Save::OnBase => limosa.arguments(&["--pack", "zstd"]).path(Some("--base"), &self.packed.path),
+            Save::ByQemu => return save_by_qemu(&vm, &target, frame),
+        };
         let limosa = limosa.path(Some("--qmp"), &vm.limosa_monitor()).path(None, &target);
         frame.touch()?;
         let watch = Stopwatch::start(&[vm.pid()])?;
@@ -207,6 +224,48 @@ impl Files {
         let pause = (pause * 1000.0) as u64;
         Ok(finish(&watch, &target)?.with(PAUSE, pause))
     }
+}
+
+/// How a VM is saved.
+#[derive(Debug, Clone, Copy)]
+enum Save {
+    Plain,
+    Packed,
+    /// As an increment of the packed one, whose memory is nearly the same.
+    OnBase,
+    ByQemu,
+}
+
+/// Saves a VM as `virsh save` does with `save_image_format = "zstd"`: stopped, by the stream, through a program.
+fn save_by_qemu(vm: &Vm, target: &Path, frame: &Frame) -> Result<Measured> {
+    frame.touch()?;
+    let watch = Stopwatch::start(&[vm.pid()])?;
+    vm.stop()?;
+    vm.monitor.migrate(&format!("exec:zstd -3 -q -f -o {}", target.display()), false)?;
+    vm.wait_migration(&MigrationStatus::Completed)?;
+    File::open(target).and_then(|file| file.sync_all()).with_context(|| target.display().to_string())?;
+    let pause = to_micros(watch.elapsed());
+    Ok(finish(&watch, target)?.with(PAUSE, pause))
+}
+
+/// Restores a VM once, and has its guest work.
+fn restore(options: &Options, stored: &Stored, frame: &Frame) -> Result<Measured> {
+    let vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
+    let mut serial = vm.serial()?;
+    stored.warm()?;
+    let key: Vec<&str> = stored.key.iter().map(String::as_str).collect();
+    let restore = Prepared::new(options, "restore")?.arguments(&["--memory", "lazy", "--run"]).arguments(&key);
+    let restore = restore.path(Some("--qmp"), &vm.limosa_monitor()).path(None, &stored.path);
+    frame.touch()?;
+    let watch = Stopwatch::start(&[vm.pid()])?;
+    let limosa = restore.start()?;
+    wait_beat(&mut serial)?;
+    let beat = watch.elapsed();
+    ask(&mut serial, Task::WriteScattered)?;
+    wait_answer(&mut serial, Task::WriteScattered)?;
+    let work = watch.elapsed();
+    limosa.finish()?;
+    Ok(watch.stop()?.with(TO_BEAT, to_micros(beat)).with(TO_WORK, to_micros(work)))
 }
 
 /// Stops the clock, and takes the size of a file, which is removed.
@@ -257,7 +316,12 @@ fn judge(report: &mut Report, all: &[Series], cases: &Cases, why: &str) {
     for (of, to, figure) in [(SECRET, PACK, "cpu"), (PACK, ZSTD, "wall")] {
         report.ratios.extend(ratio(all, pack, of, to, figure));
     }
-    for (of, figure) in [(PACKED, "wall"), (PACKED, "cpu"), (ENCRYPTED, "wall")] {
+    for figure in ["wall", FILE, PAUSE] {
+        report.ratios.extend(ratio(all, save, PACKED, BY_QEMU, figure));
+    }
+    for (of, figure) in
+        [(PACKED, "wall"), (PACKED, "cpu"), (PACKED, TO_WORK), (ENCRYPTED, "wall"), (ENCRYPTED, TO_WORK)]
+    {
         report.ratios.extend(ratio(all, restore, of, PLAIN, figure));
     }
     let beat = |variant: &str| Some(figure(all, restore, variant, TO_BEAT)?.median / 1e3);
