@@ -11,7 +11,7 @@ use std::thread;
 use limosa_channel::Counters;
 use limosa_image::qcow2::Qcow2;
 use limosa_image::{BlockStatus, Disk, GuestOffset};
-use limosa_snapshot::{PackedImage, PackedSummary, SnapshotBytes};
+use limosa_snapshot::{Origin, PackedImage, PackedSummary, SnapshotBytes};
 use limosa_storage::block_on;
 
 use crate::chain::Chain;
@@ -82,6 +82,20 @@ pub(crate) fn shares<'a>(disk: &Qcow2, images: impl Iterator<Item = &'a Image>) 
     Ok(shares)
 }
 
+/// Returns what holds a byte of a disk; `identity` is that of the image at this depth.
+pub(crate) fn origin(
+    disk: &Qcow2,
+    (at, length): (u64, u64),
+    identity: impl FnOnce(usize) -> Option<String>,
+) -> Option<(Origin, u64)> {
+    let found = block_on(disk.map(GuestOffset(at), length)).ok()?;
+    let of = match found.kind {
+        BlockStatus::Data | BlockStatus::Compressed => Origin::new(identity(usize::try_from(found.depth).ok()?)?),
+        BlockStatus::Zero | BlockStatus::Preallocated | BlockStatus::Unallocated => Origin::ZEROS,
+    };
+    Some((of, found.length.min(length)))
+}
+
 impl SnapshotBytes for UnpackedBytes {
     fn length(&self) -> u64 {
         self.disk.length()
@@ -112,6 +126,10 @@ impl SnapshotBytes for UnpackedBytes {
             sum.bytes_in = sum.bytes_in.saturating_add(counted.bytes);
         }
         sum
+    }
+
+    fn origin(&self, at: u64, length: u64) -> Option<(Origin, u64)> {
+        origin(&self.chain.disk, (at, length), |depth| Some(self.chain.levels.get(depth)?.origin()))
     }
 
     fn images(&self) -> Result<Vec<PackedImage>, Box<dyn Error + Send + Sync>> {

@@ -118,6 +118,11 @@ impl Level {
         &self.storage
     }
 
+    /// The facts that tell its file from others, and from itself at other times.
+    pub(crate) fn origin(&self) -> String {
+        format!("file {:?}", self.opened)
+    }
+
     /// Whether its file was written to since it was opened.
     pub(crate) fn has_changed(&self) -> bool {
         self.file.metadata().map_or(true, |metadata| facts(&metadata) != self.opened)

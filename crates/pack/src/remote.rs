@@ -17,10 +17,10 @@ use limosa_channel::Counters;
 use limosa_image::qcow2::{Qcow2, prefetch_tables};
 use limosa_image::{Disk, GuestOffset};
 use limosa_page::to_u64;
-use limosa_snapshot::{PackedImage, PackedSummary, Snapshot, SnapshotBytes};
+use limosa_snapshot::{Origin, PackedImage, PackedSummary, Snapshot, SnapshotBytes};
 use limosa_storage::{Buffer, Storage, block_on};
 
-use crate::bytes::{shares, summary, unit};
+use crate::bytes::{origin, shares, summary, unit};
 use crate::error::PackError;
 use crate::head::starts_as_image;
 use crate::image::{BaseFault, Image, open_bases, open_contents};
@@ -201,6 +201,14 @@ impl SnapshotBytes for PackedObject {
 
     fn counters(&self) -> Counters {
         self.read.counters()
+    }
+
+    fn origin(&self, at: u64, length: u64) -> Option<(Origin, u64)> {
+        let identity = |depth: usize| {
+            let image = self.images.get(depth)?;
+            Some(format!("object {} {}", image.path.display(), image.head.contents.content_id()?))
+        };
+        origin(&self.contents, (at, length), identity)
     }
 
     fn images(&self) -> Result<Vec<PackedImage>, Box<dyn Error + Send + Sync>> {

@@ -63,6 +63,12 @@ pub trait SnapshotBytes: Debug + Send + Sync {
     /// Returns what a person may want to know about the images; `None` if it is not packed.
     fn packed(&self) -> Option<PackedSummary>;
 
+    /// Returns the origin of the byte at `at`, and how many of the `length` bytes from there on have it; `None`: it is
+    /// not known without reading. Bytes of one origin at the same offset are equal.
+    fn origin(&self, _at: u64, _length: u64) -> Option<(Origin, u64)> {
+        None
+    }
+
     /// Returns the images that it is in, the topmost one first, and what is read from each. This looks through all of
     /// their tables.
     ///
@@ -75,6 +81,21 @@ pub trait SnapshotBytes: Debug + Send + Sync {
     /// Returns the length of the object that they are read from, in bytes; `None`: they are in files here.
     fn object_length(&self) -> Option<u64> {
         None
+    }
+}
+
+/// A file or object that bytes are read from, as it was when it was opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Origin(String);
+
+impl Origin {
+    /// Of zeros that nothing has to be read for.
+    pub const ZEROS: Self = Self(String::new());
+
+    /// Of this file or object, by all that tells it from others and from itself at other times.
+    #[must_use]
+    pub const fn new(identity: String) -> Self {
+        Self(identity)
     }
 }
 

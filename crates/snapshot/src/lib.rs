@@ -89,7 +89,7 @@ mod write_behind;
 mod writer;
 
 pub use adopt::publish_qemu_file;
-pub use bytes::{PackedImage, PackedSummary, SnapshotBytes};
+pub use bytes::{Origin, PackedImage, PackedSummary, SnapshotBytes};
 pub use checkpoints::{
     CHECKPOINT_NAME, Checkpoint, CheckpointBase, CheckpointDirectory, CheckpointOptions, CheckpointPages,
     CheckpointPair,

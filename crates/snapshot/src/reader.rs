@@ -19,7 +19,7 @@ use limosa_stream::mapped_ram::Layout;
 use rustix::fs::{FileType, MemfdFlags};
 use uuid::Uuid;
 
-use crate::bytes::{PackedImage, PackedSummary, SnapshotBytes};
+use crate::bytes::{Origin, PackedImage, PackedSummary, SnapshotBytes};
 use crate::checksum::{self, StoredBlock, Verifier};
 use crate::error::SnapshotError;
 use crate::layout::{DeviceBytes, FileLayout, Memory};
@@ -292,6 +292,13 @@ impl Snapshot {
     /// Its bytes, if they are not those of its file.
     pub(crate) fn lent_bytes(&self) -> Option<&Arc<dyn SnapshotBytes>> {
         self.file.lent_bytes()
+    }
+
+    /// Returns the offset of the first of these pages in the file, what holds it, and of how many bytes from there on.
+    pub(crate) fn origin(&self, block: usize, pages: PageRange) -> Option<(u64, (Origin, u64))> {
+        let bytes = self.file.lent_bytes()?;
+        let at = self.parts.memory.places.get(block)?.offset(pages);
+        Some((at, bytes.origin(at, pages.len().saturating_mul(PAGE_SIZE))?))
     }
 
     /// Why a process cannot read its bytes from its file, as the end of a sentence about it; `None` if one can.

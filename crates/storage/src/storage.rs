@@ -67,6 +67,12 @@ pub trait Storage: Any + Send + Sync + Debug {
         true
     }
 
+    /// Returns what tells its contents from all others of its name, if it is pinned to them; `None`: they may change,
+    /// or that is not known.
+    fn content_id(&self) -> Option<String> {
+        None
+    }
+
     /// Makes completed writes durable.
     fn flush(&self) -> Request;
 

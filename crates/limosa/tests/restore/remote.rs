@@ -85,6 +85,34 @@ fn a_snapshot_in_a_store_is_shown_compared_exported_and_unpacked() {
 }
 
 #[test]
+fn what_two_objects_have_from_one_is_not_fetched_to_compare_them() {
+    needs_qemu!();
+    if stores_skipped() {
+        return;
+    }
+    let far = Far::new();
+    let file = far.scene.path("base.qcow2");
+    let base = far.packed("base.qcow2", &[]);
+    let increment = far.packed("increment.qcow2", &["--base", text(&file)]);
+    let copy = far.put(&file, "copy.qcow2");
+    // Returns the bytes that are asked for.
+    let compared = |first: &str| {
+        far.forget_cache();
+        far.proxy.take_requests();
+        let found = far.run(&["inspect", "--diff", "--memory", "--json", first, &increment]).json();
+        assert_eq!(found["memory"]["differing"], json!(0), "{found}");
+        let length = |range: &str| {
+            let (start, end) = range.strip_prefix("bytes=")?.split_once('-')?;
+            Some(end.parse::<u64>().ok()? + 1 - start.parse::<u64>().ok()?)
+        };
+        let requests = far.proxy.take_requests();
+        requests.iter().filter_map(|request| length(request.header("range")?)).sum::<u64>()
+    };
+    let (shared, all) = (compared(&base), compared(&copy));
+    assert!(shared > 0 && shared < all / 2, "{shared} of {all} bytes");
+}
+
+#[test]
 fn a_guest_over_a_slow_line_goes_on_when_its_store_was_gone() {
     needs_qemu!();
     if stores_skipped() {

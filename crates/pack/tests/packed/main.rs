@@ -1,6 +1,7 @@
 //! Packed snapshots: what comes back, what stock tools make of it, what bad input gets.
 
 mod chains;
+mod comparison;
 mod directory;
 mod directory_losses;
 mod directory_random;

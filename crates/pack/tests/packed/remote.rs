@@ -2,8 +2,11 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use limosa_image::reference::{ObjectEntry, ObjectStores, OpenObject};
 use limosa_pack::{
@@ -11,22 +14,97 @@ use limosa_pack::{
     plan_prune,
 };
 use limosa_page::error_with_causes;
-use limosa_snapshot::Snapshot;
-use limosa_storage::{FileOptions, FileStorage, Operation, Storage, StorageError};
+use limosa_snapshot::{Snapshot, compare_memory};
+use limosa_storage::{
+    Alignment, Extent, ExtentKind, FileOptions, FileStorage, IoVector, Operation, Request, Storage, StorageError,
+    ZeroOptions,
+};
 
 use crate::{access, assert_same, encrypted, options, pack_file, passphrase, snapshot, unpack_file};
 
-/// Objects of the bucket `b`.
+/// Objects of the bucket `b`, and the bytes that were read of them.
 #[derive(Debug)]
-struct Folder(PathBuf);
+struct Folder(PathBuf, Arc<AtomicU64>);
+
+/// An object: it is pinned, as that of a client is.
+#[derive(Debug)]
+struct Pinned {
+    file: Arc<FileStorage>,
+    read: Arc<AtomicU64>,
+    content_id: Option<String>,
+}
+
+impl Storage for Pinned {
+    fn name(&self) -> &Arc<str> {
+        self.file.name()
+    }
+
+    fn length(&self) -> Result<u64, StorageError> {
+        self.file.length()
+    }
+
+    fn is_read_only(&self) -> bool {
+        true
+    }
+
+    fn alignment(&self) -> Alignment {
+        Alignment::NONE
+    }
+
+    fn read(&self, offset: u64, into: IoVector) -> Request {
+        self.read.fetch_add(into.len() as u64, Ordering::Relaxed);
+        self.file.read(offset, into)
+    }
+
+    fn content_id(&self) -> Option<String> {
+        self.content_id.clone()
+    }
+
+    fn write(&self, offset: u64, from: IoVector) -> Request {
+        self.file.write(offset, from)
+    }
+
+    fn write_zeroes(&self, range: Range<u64>, how: ZeroOptions) -> Request {
+        self.file.write_zeroes(range, how)
+    }
+
+    fn discard(&self, range: Range<u64>) -> Request {
+        self.file.discard(range)
+    }
+
+    fn flush(&self) -> Request {
+        self.file.flush()
+    }
+
+    fn set_len(&self, len: u64) -> Request {
+        self.file.set_len(len)
+    }
+
+    fn allocate(&self, range: Range<u64>) -> Request {
+        self.file.allocate(range)
+    }
+
+    fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
+        Ok(vec![Extent::new(range, ExtentKind::Data)])
+    }
+
+    fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
+        self.file.clone_range(offset, from, from_offset, length)
+    }
+}
 
 impl OpenObject for Folder {
     fn open(&self, url: &str) -> Result<Arc<dyn Storage>, StorageError> {
         let failed =
             |kind: io::ErrorKind| StorageError::for_storage(Operation::Open, &url.into(), io::Error::from(kind));
         let name = url.strip_prefix("s3://b/").ok_or_else(|| failed(io::ErrorKind::NotFound))?;
-        let opened = FileStorage::open(self.0.join(name), &FileOptions::read_only_default());
-        Ok(opened.map_err(|error| failed(error.kind()))?)
+        let path = self.0.join(name);
+        let opened = FileStorage::open(&path, &FileOptions::read_only_default());
+        let file = opened.map_err(|error| failed(error.kind()))?;
+        // A file that replaces another one while that is open is another one. Objects in `weak` have no strong tag.
+        let inode = std::fs::metadata(&path).unwrap().ino();
+        let content_id = (!name.starts_with("weak")).then(|| inode.to_string());
+        Ok(Arc::new(Pinned { file, read: Arc::clone(&self.1), content_id }))
     }
 
     fn list(&self, folder: &str) -> Result<Vec<ObjectEntry>, StorageError> {
@@ -48,7 +126,11 @@ impl OpenObject for Folder {
 }
 
 fn stores(folder: &Path) -> ObjectStores {
-    ObjectStores::new(Arc::new(Folder(folder.to_path_buf())))
+    counted_stores(folder, &Arc::default())
+}
+
+fn counted_stores(folder: &Path, read: &Arc<AtomicU64>) -> ObjectStores {
+    ObjectStores::new(Arc::new(Folder(folder.to_path_buf(), Arc::clone(read))))
 }
 
 fn open(folder: &Path, name: &str) -> Result<Snapshot, PackError> {
@@ -91,6 +173,44 @@ fn objects_read_as_the_files_that_they_are_copies_of() {
     let local = folder.path().join("7.qcow2");
     unpack_file(&local, &back, Some(&passphrase()));
     assert!(std::fs::read(&back).unwrap() == std::fs::read(folder.path().join("7")).unwrap());
+}
+
+#[test]
+fn what_two_objects_have_from_one_is_compared_without_reading_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let contents =
+        |seed: u64| (0..2000).map(|page| (page, if page == 700 { seed } else { page + 1 })).collect::<Vec<_>>();
+    let (first, second) =
+        (snapshot(&path("first"), 2100, &contents(1)), snapshot(&path("second"), 2100, &contents(7777)));
+    let read = Arc::default();
+    let open = |name: &str| {
+        let access = access(Some(&passphrase())).stores(counted_stores(folder.path(), &read));
+        open_snapshot(Path::new(&format!("s3://b/{name}")), &access).unwrap()
+    };
+    let compared = |one: &Snapshot, other: &Snapshot| {
+        let before = read.load(Ordering::Relaxed);
+        let found = compare_memory(one, other, true).unwrap();
+        assert_eq!(found.differing, Some(1));
+        read.load(Ordering::Relaxed) - before
+    };
+    for (kind, how) in [("", options()), ("secret-", encrypted())] {
+        for weak in ["", "weak-"] {
+            let [base, increment] = ["base", "increment"].map(|name| format!("{weak}{kind}{name}"));
+            pack_file(&first, &path(&base), None, &how);
+            pack_file(&second, &path(&increment), Some(&path(&base)), &how);
+        }
+        let [base, increment] = ["base", "increment"].map(|name| format!("{kind}{name}"));
+        let all = compared(&open("first"), &open(&increment));
+        let (opened, shared) = (open(&base), compared(&open(&base), &open(&increment)));
+        assert!(shared < all / 5, "{shared} of {all} bytes");
+        // The base is put again, and might be another one.
+        std::fs::copy(path(&base), path("copy")).unwrap();
+        std::fs::rename(path("copy"), path(&base)).unwrap();
+        assert!(compared(&opened, &open(&increment)) > 5 * shared);
+        // The store has no mark of its contents that can be relied on.
+        assert!(compared(&open(&format!("weak-{base}")), &open(&format!("weak-{increment}"))) > 5 * shared);
+    }
 }
 
 #[test]

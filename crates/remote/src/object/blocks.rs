@@ -143,6 +143,10 @@ impl Blocks {
         self.pinned.pin()
     }
 
+    pub(super) fn content_id(&self) -> Option<String> {
+        self.pinned.identity()
+    }
+
     pub(super) fn figures(&self) -> RemoteFigures {
         RemoteFigures(Arc::clone(&self.tally))
     }
@@ -200,7 +204,8 @@ impl Blocks {
         self.begin(&mut state);
     }
 
-    /// Whether all blocks of a range are in memory. Those that are not are demanded, as by a read that nobody waits for.
+    /// Whether all blocks of a range are in memory. Those that are not are demanded, as by a read that nobody waits
+    /// for.
     pub(super) fn is_near(self: &Arc<Self>, range: &Range<u64>) -> bool {
         let size = self.block_size();
         let (mut is_near, mut is_missing) = (true, false);

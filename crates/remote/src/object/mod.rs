@@ -192,6 +192,11 @@ impl Storage for RemoteObject {
         self.blocks.is_near(range)
     }
 
+    /// `None` if a replacement might not be noticed.
+    fn content_id(&self) -> Option<String> {
+        self.blocks.content_id()
+    }
+
     fn write(&self, offset: u64, from: IoVector) -> Request {
         self.refusal(Operation::Write, &(offset..offset.saturating_add(from.len() as u64)))
     }

@@ -37,12 +37,14 @@ fn what_was_read_once_is_not_fetched_again() {
     assert_eq!(read(&*object, 0, bytes.len()).unwrap(), bytes);
     assert_eq!(bed.proxy.take_requests().len(), 1, "only the one that opens it");
     assert_eq!(object.counters().cache_hits, 16);
+    let id = object.content_id();
     // Another content under the same name has nothing of it.
     let other = pattern(21, bytes.len());
     bed.put("k", &other);
     let object = RemoteObject::open(&url("k"), &bed.options().cache(Some(cache(&folder)))).unwrap();
     assert_eq!(read(&*object, 0, other.len()).unwrap(), other);
     assert_eq!(object.counters().cache_hits, 0);
+    assert!(id.is_some() && object.content_id().is_some() && object.content_id() != id);
 }
 
 #[test]
