@@ -91,6 +91,17 @@ pub enum RemoteError {
         /// The cause.
         why: String,
     },
+    /// The store shows a certificate that this machine does not trust.
+    #[error(
+        "the certificate of {host} is not trusted: {why} (AWS_CA_BUNDLE for S3, SSL_CERT_FILE for others name more \
+         authorities)"
+    )]
+    Untrusted {
+        /// The host and port.
+        host: String,
+        /// The cause.
+        why: String,
+    },
     /// A connection ended before its request was answered.
     #[error("the connection broke off: {0}")]
     Broken(String),
@@ -167,9 +178,11 @@ impl RemoteError {
     pub fn kind(&self) -> io::ErrorKind {
         match self {
             Self::NotFound(_) | Self::Removed => io::ErrorKind::NotFound,
-            Self::Denied { .. } | Self::Clock(_) | Self::Credentials(_) | Self::CredentialService(_) => {
-                io::ErrorKind::PermissionDenied
-            }
+            Self::Denied { .. }
+            | Self::Untrusted { .. }
+            | Self::Clock(_)
+            | Self::Credentials(_)
+            | Self::CredentialService(_) => io::ErrorKind::PermissionDenied,
             Self::Exists => io::ErrorKind::AlreadyExists,
             Self::Busy { .. } | Self::Conflict(_) => io::ErrorKind::ResourceBusy,
             Self::Connect { .. } => io::ErrorKind::NotConnected,

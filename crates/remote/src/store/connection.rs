@@ -8,6 +8,7 @@ use std::error::Error;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+use std::{io, iter};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
@@ -345,9 +346,21 @@ fn refused(exchange: &Exchange, error: RemoteError) -> HttpError {
 fn of_connection(error: &HttpError, uri: &Uri) -> RemoteError {
     let host = printable(&shown(uri), 200);
     match error.kind() {
+        HttpErrorKind::Connect if is_untrusted(error) => RemoteError::Untrusted { host, why: innermost(error) },
         HttpErrorKind::Connect => RemoteError::Connect { host, why: innermost(error) },
         _ => RemoteError::Broken(innermost(error)),
     }
+}
+
+/// Whether a connection was given up because of the certificate of the other side.
+fn is_untrusted(error: &dyn Error) -> bool {
+    let refuses = |cause: &(dyn Error + 'static)| {
+        // An error of the standard library is not the source of its own cause.
+        let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        let found = inner.and_then(|inner| inner.downcast_ref()).or_else(|| cause.downcast_ref());
+        matches!(found, Some(rustls::Error::InvalidCertificate(_)))
+    };
+    iter::successors(error.source(), |cause| (*cause).source()).any(refuses)
 }
 
 /// The host and port. An authority may hold a password as well.

@@ -390,6 +390,7 @@ fn may_be_continued(error: &RemoteError) -> bool {
             | RemoteError::Credentials(_)
             | RemoteError::CredentialService(_)
             | RemoteError::Connect { .. }
+            | RemoteError::Untrusted { .. }
             | RemoteError::Broken(_)
             | RemoteError::Clock(_)
             | RemoteError::Silent(_)
