@@ -23,6 +23,20 @@ pub(crate) fn for_each_piece_in_order<W, T, E: Send>(
     work: impl Fn(&mut W, Range<u64>) -> Result<T, E> + Sync,
     put: impl Fn(T) -> Result<(), E> + Sync,
 ) -> Result<(), E> {
+    in_order_on(processors(), (length, piece), make, work, put)
+}
+
+fn processors() -> usize {
+    thread::available_parallelism().map_or(1, NonZeroUsize::get)
+}
+
+fn in_order_on<W, T, E: Send>(
+    threads: usize,
+    (length, piece): (u64, u64),
+    make: impl Fn() -> Result<W, E> + Sync,
+    work: impl Fn(&mut W, Range<u64>) -> Result<T, E> + Sync,
+    put: impl Fn(T) -> Result<(), E> + Sync,
+) -> Result<(), E> {
     // The start of the piece that is put next; `None` after a failure, which leaves a gap.
     let (turn, has_moved) = (Mutex::new(Some(0)), Condvar::new());
     let give_up = || {
@@ -41,19 +55,18 @@ pub(crate) fn for_each_piece_in_order<W, T, E: Send>(
         }
         drop(now);
         put(done)?;
-        *turn.lock() = Some(range.end);
+        // A failure meanwhile stays.
+        if let Some(start) = turn.lock().as_mut() {
+            *start = range.end;
+        }
         has_moved.notify_all();
         Ok(())
     };
-    for_each_piece(
-        length,
-        piece,
-        || make().inspect_err(|_| give_up()),
-        |worker: &mut W, range| {
-            let _panic = OnPanic(&give_up);
-            work_in_turn(worker, range).inspect_err(|_| give_up())
-        },
-    )
+    let make = || make().inspect_err(|_| give_up());
+    on_threads(threads, (length, piece), make, |worker: &mut W, range| {
+        let _panic = OnPanic(&give_up);
+        work_in_turn(worker, range).inspect_err(|_| give_up())
+    })
 }
 
 /// Calls a function if it is dropped by a panic.
@@ -77,6 +90,15 @@ pub(crate) fn for_each_piece<W, E: Send>(
     make: impl Fn() -> Result<W, E> + Sync,
     work: impl Fn(&mut W, Range<u64>) -> Result<(), E> + Sync,
 ) -> Result<(), E> {
+    on_threads(processors(), (length, piece), make, work)
+}
+
+fn on_threads<W, E: Send>(
+    threads: usize,
+    (length, piece): (u64, u64),
+    make: impl Fn() -> Result<W, E> + Sync,
+    work: impl Fn(&mut W, Range<u64>) -> Result<(), E> + Sync,
+) -> Result<(), E> {
     let (next, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
     let run = || -> Result<(), E> {
         let mut worker = make()?;
@@ -89,7 +111,6 @@ pub(crate) fn for_each_piece<W, E: Send>(
         }
     };
     let run = || run().inspect_err(|_| has_failed.store(true, Ordering::Relaxed));
-    let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get);
     thread::scope(|scope| {
         let others: Vec<_> = (1..threads).map(|_| scope.spawn(run)).collect();
         let mine = run();
@@ -154,6 +175,14 @@ mod tests {
         let nothing = |_| Ok(());
         let failing = |_: &mut (), range: Range<u64>| if range.start == 5 { Err(5) } else { work(&mut (), range) };
         assert_eq!(for_each_piece_in_order(1 << 40, 1, || Ok(()), failing, nothing), Err(5));
+        // It fails while the piece before it is put, and others wait behind it.
+        let slow = |_| {
+            thread::sleep(std::time::Duration::from_millis(1));
+            Ok(())
+        };
+        for _ in 0..50 {
+            assert_eq!(in_order_on(6, (1 << 40, 1), || Ok(()), failing, slow), Err(5));
+        }
         let full = |start| if start == 9 { Err(9) } else { Ok(()) };
         assert_eq!(for_each_piece_in_order(1 << 40, 1, || Ok(()), work, full), Err(9));
         assert_eq!(for_each_piece_in_order(9, 1, || Err::<(), _>(7), |_, _| Ok(0), nothing), Err(7));
