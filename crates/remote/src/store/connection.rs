@@ -5,10 +5,10 @@
 
 use std::collections::HashMap;
 use std::error::Error;
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use std::{io, iter};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
@@ -353,14 +353,13 @@ fn of_connection(error: &HttpError, uri: &Uri) -> RemoteError {
 }
 
 /// Whether a connection was given up because of the certificate of the other side.
-fn is_untrusted(error: &dyn Error) -> bool {
-    let refuses = |cause: &(dyn Error + 'static)| {
-        // An error of the standard library is not the source of its own cause.
-        let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
-        let found = inner.and_then(|inner| inner.downcast_ref()).or_else(|| cause.downcast_ref());
-        matches!(found, Some(rustls::Error::InvalidCertificate(_)))
-    };
-    iter::successors(error.source(), |cause| (*cause).source()).any(refuses)
+fn is_untrusted(error: &(dyn Error + 'static)) -> bool {
+    if let Some(error) = error.downcast_ref() {
+        return matches!(error, rustls::Error::InvalidCertificate(_));
+    }
+    // An error of the standard library is not the source of what it holds.
+    let held = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+    held.is_some_and(|held| is_untrusted(held)) || error.source().is_some_and(is_untrusted)
 }
 
 /// The host and port. An authority may hold a password as well.

@@ -5,32 +5,35 @@
 //! is found by its digest at the end, and sent again.
 
 use std::collections::BTreeMap;
-use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+use std::{fmt, io};
 
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, Operation, Storage, StorageError, block_on};
 
 use super::record::digest;
+use super::session::Stopper;
 use super::{Upload, UploadOptions, Uploaded, is_unknown_upload, upload};
 use crate::url::ObjectUrl;
 
 /// How often the file is asked for its length.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Bytes at the end of the file that its writers may be at work on. That nothing in front of them is changed is likely
-/// and not needed.
+/// Bytes at the end of the file that its writers may be at work on, and may cut off again. That nothing in front of them
+/// is changed is likely and not needed.
 const AT_WORK: u64 = 16 << 20;
 
 /// A file that is uploaded while it is written. If it is dropped the upload ends as one that has failed.
-#[derive(Debug)]
 pub struct FollowedFile {
     /// Told when the file is written; dropped without that if the file is of no use.
     written: Option<Sender<()>>,
     thread: Option<JoinHandle<Result<Uploaded, StorageError>>>,
+    stopper: Stopper,
+    cancelled: Arc<AtomicBool>,
     name: Arc<str>,
 }
 
@@ -46,8 +49,10 @@ pub fn follow(
 ) -> Result<FollowedFile, StorageError> {
     let name = Arc::clone(file.name());
     let (written, is_written) = channel();
+    let upload_in_parts = Upload::begin(url, most, options)?;
+    let (stopper, cancelled) = (upload_in_parts.stopper(), Arc::clone(&options.cancelled));
     let following = Following {
-        upload: Upload::begin(url, most, options)?,
+        upload: upload_in_parts,
         file: Arc::clone(&file),
         most,
         sent: BTreeMap::new(),
@@ -61,10 +66,16 @@ pub fn follow(
     };
     let thread = thread::Builder::new().name("upload".into()).spawn(run);
     let thread = thread.map_err(|error| StorageError::for_storage(Operation::Create, &name, error))?;
-    Ok(FollowedFile { written: Some(written), thread: Some(thread), name })
+    Ok(FollowedFile { written: Some(written), thread: Some(thread), stopper, cancelled, name })
 }
 
 impl FollowedFile {
+    /// Whether the upload has failed already, so that the file need not be written. [`finish`](Self::finish) returns why.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// Sends the rest of the file, which is as it will be, and makes the object visible.
     ///
     /// # Errors
@@ -81,8 +92,16 @@ impl FollowedFile {
     /// Returns why it has ended.
     #[must_use]
     pub fn give_up(mut self) -> StorageError {
-        self.written = None;
+        self.stop();
         self.join().err().unwrap_or_else(|| self.ended("its upload has ended"))
+    }
+
+    fn stop(&mut self) {
+        self.written = None;
+        // One that is cancelled ends by that, and may stay to be continued.
+        if !self.cancelled.load(Ordering::Relaxed) {
+            self.stopper.stop();
+        }
     }
 
     fn join(&mut self) -> Result<Uploaded, StorageError> {
@@ -95,9 +114,15 @@ impl FollowedFile {
     }
 }
 
+impl fmt::Debug for FollowedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FollowedFile").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 impl Drop for FollowedFile {
     fn drop(&mut self) {
-        self.written = None;
+        self.stop();
         if let Some(thread) = self.thread.take() {
             // How the upload of a file that is of no use ends is of no use.
             let _ = thread.join();
@@ -134,13 +159,15 @@ impl Following {
     }
 
     /// Sends parts until the file is written, and then what was not sent as it is then. False if the file is longer
-    /// than parts were planned for.
+    /// than parts were planned for, or shorter than it was.
     fn send_all(&mut self) -> Result<bool, StorageError> {
         // The first part waits: headers are written last, and a short file is sent with one request.
         let (mut next, mut pause) = (1, Duration::ZERO);
         while !self.is_written(pause)? {
             let end = self.upload.part_size().saturating_mul(next as u64 + 1);
-            pause = if end.saturating_add(AT_WORK) <= self.file.length()? {
+            // Those of an object that is there already are compared when they are as they will be.
+            let is_early = !self.upload.is_completed() && end.saturating_add(AT_WORK) <= self.file.length()?;
+            pause = if is_early {
                 let part = self.read(next, end)?;
                 let digest = digest(&part);
                 self.send(next, part, digest)?;
@@ -151,10 +178,10 @@ impl Following {
             };
         }
         let length = self.file.length()?;
-        if length > self.most {
+        let parts = to_usize(length.div_ceil(self.upload.part_size()));
+        if length > self.most || self.sent.keys().next_back().is_some_and(|last| *last >= parts) {
             return Ok(false);
         }
-        let parts = to_usize(length.div_ceil(self.upload.part_size()));
         for index in (1..parts).chain((parts > 0).then_some(0)) {
             let part = self.read(index, length)?;
             let digest = digest(&part);

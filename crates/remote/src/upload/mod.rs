@@ -28,7 +28,7 @@ use limosa_page::to_usize;
 use limosa_storage::{Buffer, Operation, Storage, StorageError, block_on};
 
 pub use self::follow::{FollowedFile, follow};
-use self::session::Session;
+use self::session::{Session, Stopper};
 use crate::error::RemoteError;
 use crate::store::{Store, StoreOptions};
 use crate::url::ObjectUrl;
@@ -170,6 +170,16 @@ impl Upload {
     /// As [`put`](Self::put).
     pub fn check(&mut self) -> Result<(), StorageError> {
         self.session.check().map_err(|error| self.failed(error))
+    }
+
+    /// Whether an earlier upload has made the object: parts are only compared with those of it.
+    fn is_completed(&self) -> bool {
+        self.session.is_completed()
+    }
+
+    /// Returns what ends it from another thread.
+    fn stopper(&self) -> Stopper {
+        self.session.stopper()
     }
 
     /// Waits for all parts, and makes the object visible.

@@ -39,6 +39,13 @@ pub(super) struct Part {
     pub(super) id: String,
 }
 
+impl Part {
+    /// A part that is not known any more: no bytes have such a digest.
+    pub(super) const fn taken_back(index: usize) -> Self {
+        Self { index, digest: String::new(), id: String::new() }
+    }
+}
+
 /// The record of an upload, locked.
 #[derive(Debug)]
 pub(super) struct Record {
@@ -144,7 +151,11 @@ fn parse(text: &[u8]) -> Option<(Resumable, u64)> {
     for line in lines {
         let Ok(part) = serde_json::from_slice::<Part>(line) else { break };
         length += line.len() as u64 + 1;
-        parts.insert(part.index, part);
+        if part.digest.is_empty() {
+            parts.remove(&part.index);
+        } else {
+            parts.insert(part.index, part);
+        }
     }
     Some(((begun, parts), length))
 }
@@ -197,6 +208,16 @@ mod tests {
         drop(record);
         let (_, (_, parts)) = Record::find(folder.path(), "a").unwrap().unwrap();
         assert_eq!(parts, [0, 7].map(|index| (index, part(index))).into());
+    }
+
+    #[test]
+    fn a_part_that_is_sent_again_is_not_known_until_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut record = Record::create(folder.path(), "a", &begun()).unwrap().unwrap();
+        [part(0), part(1), Part::taken_back(0)].iter().for_each(|part| record.add(part).unwrap());
+        drop(record);
+        let (_, (_, parts)) = Record::find(folder.path(), "a").unwrap().unwrap();
+        assert_eq!(parts, [(1, part(1))].into());
     }
 
     #[test]

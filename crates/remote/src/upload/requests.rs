@@ -1,6 +1,6 @@
 //! The requests of an upload.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,7 +39,7 @@ const SLOWEST: u64 = 32 << 10;
 pub(super) struct Seen {
     pub(super) e_tag: Option<String>,
     version: Option<String>,
-    length: u64,
+    pub(super) length: u64,
     mark: Option<String>,
 }
 
@@ -65,7 +65,8 @@ pub(super) struct Shared {
 
 #[derive(Default)]
 pub(super) struct State {
-    pub(super) in_flight: usize,
+    /// The parts that are being sent.
+    pub(super) in_flight: BTreeSet<usize>,
     /// Parts that were sent and are not in the record yet: with their digests.
     pub(super) sent: Vec<Part>,
     pub(super) ids: BTreeMap<usize, String>,

@@ -1,16 +1,17 @@
 //! The steps of an upload.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use object_store::multipart::PartId;
 use parking_lot::MutexGuard;
+use tokio::time::sleep;
 
 use super::record::{Begun, Part, Record, digest};
 use super::requests::{Seen, Shared, State};
@@ -41,10 +42,8 @@ pub(super) struct Session {
     resumable: HashMap<usize, Part>,
     progress: Progress,
     first: Option<Vec<u8>>,
-    /// Parts that were given to this upload.
-    put: BTreeSet<usize>,
-    next: usize,
-    sent: u64,
+    /// The lengths of the parts that were given to this upload.
+    lengths: BTreeMap<usize, u64>,
     resumed: u64,
 }
 
@@ -52,8 +51,8 @@ pub(super) struct Session {
 enum Progress {
     /// Nothing is sent yet: there is at most one part.
     Nothing,
-    /// Parts are sent. `is_resumed`: those of an earlier upload are among them.
-    Parts { begun: Begun, is_resumed: bool },
+    /// Parts are sent.
+    Parts(Begun),
     /// An earlier upload has made the object, and was killed before it removed its record.
     Completed,
 }
@@ -62,7 +61,7 @@ impl Session {
     pub(super) fn begin(store: Store, length: u64, options: &UploadOptions) -> Result<Self, RemoteError> {
         let part_size = plan::part_size(length, options.part_size)?;
         let shared = Arc::new(Shared::new(store, options.store.clone()));
-        let seen = run(&shared, |shared| async move { shared.look().await })?;
+        let seen = run_until(&shared, &options.cancelled, |shared| async move { shared.look().await })?;
         let identity = shared.store.identity().unwrap_or_default();
         let records = options.records.clone().filter(|_| shared.store.has_conditional_completion());
         let mut session = Self {
@@ -77,9 +76,7 @@ impl Session {
             resumable: HashMap::new(),
             progress: Progress::Nothing,
             first: None,
-            put: BTreeSet::new(),
-            next: 0,
-            sent: 0,
+            lengths: BTreeMap::new(),
             resumed: 0,
         };
         // Before it is refused: an upload that was killed may have left parts, or be complete.
@@ -125,7 +122,7 @@ impl Session {
         } else if is_completed {
             (self.record, self.resumable, self.progress) = (Some(record), parts, Progress::Completed);
         } else if is_same && !self.is_refused() {
-            let progress = Progress::Parts { begun, is_resumed: true };
+            let progress = Progress::Parts(begun);
             (self.record, self.resumable, self.progress) = (Some(record), parts, progress);
         } else if self.abort(&begun.id) {
             record.remove();
@@ -133,6 +130,11 @@ impl Session {
             // It stays, and this upload has none.
             self.records = None;
         }
+    }
+
+    /// Returns what ends the upload from another thread, at its next step.
+    pub(super) fn stopper(&self) -> Stopper {
+        Stopper(Arc::clone(&self.shared))
     }
 
     pub(super) fn part_size(&self) -> u64 {
@@ -143,14 +145,14 @@ impl Session {
         UploadCounters {
             requests: self.shared.requests.get(),
             bytes: self.shared.bytes.get(),
-            parts: self.next as u64,
+            parts: self.lengths.len() as u64,
             resumed: self.resumed,
             retries: self.shared.retries.get(),
         }
     }
 
     pub(super) fn put(&mut self, part: Vec<u8>) -> Result<(), RemoteError> {
-        self.put_at(self.next, part, None)
+        self.put_at(self.lengths.len(), part, None)
     }
 
     /// Sends a part, whose digest may be known. One that was sent before is replaced by it.
@@ -160,14 +162,12 @@ impl Session {
         if part.is_empty() || length > self.part_size || end > self.length {
             return Err(RemoteError::Settings("a part has another length than announced".to_owned()));
         }
-        if !self.put.insert(index) {
-            // The store keeps the one that comes last.
-            drop(self.wait(|state| state.in_flight == 0));
-        }
+        // The store keeps the one that comes last.
+        drop(self.wait(|state| !state.in_flight.contains(&index)));
         self.check()?;
-        let is_only = index == 0 && self.next <= 1 && (length < self.part_size || end >= self.length);
-        self.sent = self.sent.max(end);
-        self.next = self.next.max(index + 1);
+        self.lengths.insert(index, length);
+        let is_short = length < self.part_size || end >= self.length;
+        let is_only = index == 0 && self.lengths.len() == 1 && is_short;
         match self.progress {
             Progress::Completed => self.compare(index, &part),
             Progress::Nothing if is_only => {
@@ -184,11 +184,20 @@ impl Session {
             self.resumed += 1;
             return Ok(());
         }
-        // That upload has ended, and this is another object.
+        Err(self.completed_by_another())
+    }
+
+    /// The error if the object that an earlier upload has made is another one. That upload has ended.
+    fn completed_by_another(&mut self) -> RemoteError {
         if let Some(record) = self.record.take() {
             record.remove();
         }
-        Err(if self.is_refused() { RemoteError::Exists } else { RemoteError::UnknownUpload })
+        if self.is_refused() { RemoteError::Exists } else { RemoteError::UnknownUpload }
+    }
+
+    /// Whether an earlier upload has made the object: parts are only compared with those of it.
+    pub(super) fn is_completed(&self) -> bool {
+        matches!(self.progress, Progress::Completed)
     }
 
     /// Fails if an earlier part has failed, or nobody wants the upload any more.
@@ -203,7 +212,7 @@ impl Session {
         };
         self.note(&sent);
         match error {
-            Some(error) => Err(self.of_resumed(error)),
+            Some(error) => Err(Self::of_parts(error)),
             None => Ok(()),
         }
     }
@@ -221,12 +230,11 @@ impl Session {
         state
     }
 
-    /// The error of an upload that may be continued: if the store does not know it any more it is begun again. No other
-    /// refusal says that: credentials may be wrong for a moment.
-    fn of_resumed(&self, error: RemoteError) -> RemoteError {
-        let is_resumed = matches!(self.progress, Progress::Parts { is_resumed: true, .. });
+    /// The error of an upload in parts: if the store does not know it any more, as after a day by a rule of the bucket,
+    /// it is begun again. No other refusal says that: credentials may be wrong for a moment.
+    fn of_parts(error: RemoteError) -> RemoteError {
         match error {
-            RemoteError::NotFound(code) if is_resumed && code == "NoSuchUpload" => RemoteError::UnknownUpload,
+            RemoteError::NotFound(code) if code == "NoSuchUpload" => RemoteError::UnknownUpload,
             error => error,
         }
     }
@@ -249,12 +257,15 @@ impl Session {
             self.resumed += 1;
             return Ok(());
         }
-        // The store has another part there from now on.
-        self.resumable.remove(&index);
+        // The store has another part there from now on, also if this process is killed before it knows that.
+        let was_there = self.shared.state.lock().ids.remove(&index).is_some();
+        if self.resumable.remove(&index).is_some() || was_there {
+            self.note(&[Part::taken_back(index)]);
+        }
         let streams = self.options.streams.clamp(1, 64);
-        self.wait(|state| state.in_flight < streams).in_flight += 1;
+        self.wait(|state| state.in_flight.len() < streams).in_flight.insert(index);
         // After the wait: what has come meanwhile.
-        let flight = Flight(Arc::clone(&self.shared));
+        let flight = Flight(Arc::clone(&self.shared), index);
         self.check()?;
         let part = Bytes::from(part);
         let handle = runtime::handle().map_err(|error| local(&error))?;
@@ -280,11 +291,11 @@ impl Session {
 
     /// The store's name of the upload in parts, which is begun if it was not.
     fn upload_id(&mut self) -> Result<String, RemoteError> {
-        if let Progress::Parts { begun, .. } = &self.progress {
+        if let Progress::Parts(begun) = &self.progress {
             return Ok(begun.id.clone());
         }
         let mark = mark().map_err(|error| local(&error))?;
-        let id = run(&self.shared, |shared| {
+        let id = run_until(&self.shared, &self.options.cancelled, |shared| {
             let mark = mark.clone();
             async move { shared.create(&mark).await }
         })?;
@@ -295,7 +306,7 @@ impl Session {
                 Err(error) => tracing::warn!(%error, "{NO_RECORD}"),
             }
         }
-        self.progress = Progress::Parts { begun, is_resumed: false };
+        self.progress = Progress::Parts(begun);
         Ok(id)
     }
 
@@ -309,26 +320,30 @@ impl Session {
     }
 
     fn complete(&mut self) -> Result<Uploaded, RemoteError> {
-        drop(self.wait(|state| state.in_flight == 0));
+        drop(self.wait(|state| state.in_flight.is_empty()));
         self.check()?;
-        let (shared, seen, length) = (Arc::clone(&self.shared), self.seen.clone(), self.sent);
+        let (shared, seen) = (Arc::clone(&self.shared), self.seen.clone());
+        let (parts, length) = (self.lengths.len(), self.lengths.values().sum::<u64>());
         let (e_tag, is_conditional) = match &self.progress {
-            Progress::Completed if length == self.length => (seen.and_then(|seen| seen.e_tag), true),
-            Progress::Completed => return Err(RemoteError::Local("parts of the upload are missing".to_owned())),
+            Progress::Completed => match seen {
+                // All of its parts were compared.
+                Some(seen) if seen.length == length && self.resumable.len() == parts => (seen.e_tag, true),
+                _ => return Err(self.completed_by_another()),
+            },
             Progress::Nothing => {
                 let bytes = Bytes::from(self.first.take().unwrap_or_default());
                 let mark = mark().map_err(|error| local(&error))?;
                 (run(&shared, |shared| async move { shared.put(bytes, seen, &mark).await })?, true)
             }
-            Progress::Parts { begun, .. } => {
+            Progress::Parts(begun) => {
                 let ids = std::mem::take(&mut shared.state.lock().ids);
-                if ids.len() != self.next || ids.keys().copied().ne(0..self.next) {
+                if ids.keys().copied().ne(0..parts) {
                     return Err(RemoteError::Local("parts of the upload are missing".to_owned()));
                 }
                 let parts = ids.into_values().map(|content_id| PartId { content_id }).collect();
                 let begun = Begun { length, ..begun.clone() };
                 let completed = run(&shared, |shared| async move { shared.complete(&begun, parts, seen).await });
-                let e_tag = completed.map_err(|error| self.of_resumed(error))?;
+                let e_tag = completed.map_err(Self::of_parts)?;
                 (e_tag, shared.store.has_conditional_completion())
             }
         };
@@ -353,13 +368,13 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         let is_cancelled = self.is_cancelled();
-        let Progress::Parts { begun, .. } = std::mem::replace(&mut self.progress, Progress::Nothing) else { return };
+        let Progress::Parts(begun) = std::mem::replace(&mut self.progress, Progress::Nothing) else { return };
         // The parts in flight end first, so that none comes after the abort.
         let (error, sent) = {
             let until = Instant::now() + LAST_PARTS;
             let mut state = self.shared.state.lock();
             state.error.get_or_insert(RemoteError::Cancelled { is_kept: false });
-            while state.in_flight > 0 {
+            while !state.in_flight.is_empty() {
                 if self.shared.changed.wait_until(&mut state, until).timed_out() {
                     self.shared.is_stopped.send_replace(true);
                     self.shared.changed.wait_for(&mut state, LOOK);
@@ -399,12 +414,24 @@ fn may_be_continued(error: &RemoteError) -> bool {
 
 const NO_RECORD: &str = "the upload cannot be continued if it is killed: no record";
 
+/// Ends an upload.
+pub(super) struct Stopper(Arc<Shared>);
+
+impl Stopper {
+    /// Ends the steps that may be ended, and lets no further one begin.
+    pub(super) fn stop(&self) {
+        self.0.state.lock().error.get_or_insert(RemoteError::Cancelled { is_kept: false });
+        self.0.is_stopped.send_replace(true);
+        self.0.changed.notify_all();
+    }
+}
+
 /// A part in flight.
-struct Flight(Arc<Shared>);
+struct Flight(Arc<Shared>, usize);
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        self.0.state.lock().in_flight -= 1;
+        self.0.state.lock().in_flight.remove(&self.1);
         self.0.changed.notify_all();
     }
 }
@@ -415,6 +442,30 @@ fn run<T: Send + 'static, F: Future<Output = Result<T, RemoteError>> + Send + 's
     step: impl FnOnce(Arc<Shared>) -> F,
 ) -> Result<T, RemoteError> {
     runtime::block_on(step(Arc::clone(shared))).map_err(|error| local(&error))?
+}
+
+/// As [`run`], but it ends when the upload is cancelled or given up: nothing has to be taken back yet.
+fn run_until<T: Send + 'static, F: Future<Output = Result<T, RemoteError>> + Send + 'static>(
+    shared: &Arc<Shared>,
+    cancelled: &Arc<AtomicBool>,
+    step: impl FnOnce(Arc<Shared>) -> F,
+) -> Result<T, RemoteError> {
+    let (mut stopped, cancelled) = (shared.is_stopped.subscribe(), Arc::clone(cancelled));
+    let is_cancelled = async move {
+        while !cancelled.load(Ordering::Relaxed) {
+            sleep(LOOK).await;
+        }
+    };
+    run(shared, |shared| {
+        let step = step(shared);
+        async move {
+            tokio::select! {
+                done = step => done,
+                () = is_cancelled => Err(RemoteError::Cancelled { is_kept: false }),
+                _ = stopped.wait_for(|is_stopped| *is_stopped) => Err(RemoteError::Cancelled { is_kept: false }),
+            }
+        }
+    })
 }
 
 fn local(error: &io::Error) -> RemoteError {

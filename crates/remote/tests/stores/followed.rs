@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
-use limosa_remote::{FollowedFile, UploadOptions, follow};
+use limosa_remote::{Existing, FollowedFile, UploadOptions, follow};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use limosa_testkit::{HttpFault, ObjectServerKind, stores_skipped, wait_for};
 
-use crate::{Bed, pattern, read, said, store, url};
+use crate::{Bed, memory, pattern, read, said, store, url};
 
 const MIB: usize = 1 << 20;
 
@@ -101,7 +102,7 @@ fn a_file_of_any_length_is_whole() {
     let bed = Bed::new(ObjectServerKind::S3s);
     for length in [0, 1, 5 * MIB, 5 * MIB + 1, 30 * MIB, 61 * MIB] {
         let bytes = pattern(72, length);
-        let growing = Growing::new(&bed.uploading().existing(limosa_remote::Existing::Replace));
+        let growing = Growing::new(&bed.uploading().existing(Existing::Replace));
         growing.write(0, &bytes);
         let done = growing.followed.finish().unwrap();
         assert_eq!(done.length, length as u64);
@@ -120,7 +121,7 @@ fn a_file_that_is_given_up_leaves_nothing() {
     growing.write(0, &pattern(73, 40 * MIB));
     wait_for("parts", || (parts_sent(&bed) > 0).then_some(()));
     let error = growing.followed.give_up();
-    assert!(said(&error).ends_with("its writer has given it up"), "{}", said(&error));
+    assert!(said(&error).ends_with("the upload was cancelled"), "{}", said(&error));
     assert_eq!(contents(&bed), None);
     let aborts = bed.proxy.take_requests().iter().filter(|request| request.method == "DELETE").count();
     assert_eq!((aborts, std::fs::read_dir(records.path().join("uploads")).unwrap().count()), (1, 0));
@@ -181,4 +182,103 @@ fn one_that_the_store_has_forgotten_is_begun_again() {
     let done = growing.followed.finish().unwrap();
     assert_eq!((done.counters.resumed, done.counters.parts), (0, 8));
     assert!(contents(&bed).unwrap() == bytes);
+}
+
+#[test]
+fn a_file_that_becomes_shorter_has_no_tail_in_the_object() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let bytes = pattern(77, 40 * MIB);
+    for left in [3 * MIB, 11 * MIB, 22 * MIB] {
+        let growing = Growing::new(&bed.uploading().existing(Existing::Replace));
+        growing.write(0, &bytes);
+        let mut early = 0;
+        wait_for("parts", || {
+            early += parts_sent(&bed);
+            (early == 3).then_some(())
+        });
+        block_on(growing.file.set_len(left as u64)).unwrap();
+        assert_eq!(growing.followed.finish().unwrap().length, left as u64);
+        assert!(contents(&bed).unwrap() == bytes[..left], "{left}");
+    }
+}
+
+#[test]
+fn one_that_was_killed_when_it_was_complete_has_succeeded() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    let records = tempfile::tempdir().unwrap();
+    let options = bed.uploading().records_in(records.path());
+    let mut bytes = pattern(78, 40 * MIB);
+    let mut unseen = options.clone();
+    unseen.store.budget = Duration::from_secs(2);
+    let mut is_gone = false;
+    bed.proxy.set_faults(move |request| {
+        if is_gone {
+            return HttpFault::Drop;
+        }
+        is_gone = request.method == "POST" && request.target.contains("uploadId=");
+        if is_gone { HttpFault::LoseAnswer } else { HttpFault::None }
+    });
+    let growing = Growing::new(&unseen);
+    growing.write(0, &bytes);
+    growing.followed.finish().unwrap_err();
+    wait_for("the object", || contents(&bed));
+    bed.proxy.set_faults(|_| HttpFault::None);
+    // Its tables come last again: until then it is not the object.
+    let again = Growing::new(&options);
+    again.write(0, &bytes);
+    again.write(6 * MIB, &[0; 4096]);
+    std::thread::sleep(Duration::from_millis(100));
+    again.write(6 * MIB, &bytes[6 * MIB..6 * MIB + 4096]);
+    let done = again.followed.finish().unwrap();
+    assert_eq!((done.counters.resumed, done.counters.parts, done.counters.bytes), (8, 8, 0));
+    // It is anybody's object now, and another one is refused.
+    bytes[0] ^= 1;
+    let error = follow(memory(&bytes), &url("k"), MOST, &options).unwrap_err();
+    assert!(said(&error).ends_with("the object exists already"), "{}", said(&error));
+}
+
+#[test]
+fn a_store_that_refuses_is_noticed_while_the_file_is_written() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    bed.proxy.set_faults(|request| match request.method.as_str() {
+        "POST" => HttpFault::Status(403, "AccessDenied"),
+        _ => HttpFault::None,
+    });
+    let growing = Growing::new(&bed.uploading());
+    growing.write(0, &pattern(79, 40 * MIB));
+    wait_for("the refusal", || growing.followed.has_failed().then_some(()));
+    assert!(said(&growing.followed.finish().unwrap_err()).contains("refuses access"));
+}
+
+#[test]
+fn one_whose_store_is_silent_is_given_up_at_once() {
+    if stores_skipped() {
+        return;
+    }
+    let bed = Bed::new(ObjectServerKind::S3s);
+    bed.proxy.set_faults(|request| match request.method.as_str() {
+        "POST" => HttpFault::Delay(Duration::from_secs(100)),
+        _ => HttpFault::None,
+    });
+    for is_cancelled in [false, true] {
+        let options = bed.uploading();
+        let growing = Growing::new(&options);
+        growing.write(0, &pattern(80, 40 * MIB));
+        let is_begun = || bed.proxy.take_requests().iter().any(|request| request.method == "POST").then_some(());
+        wait_for("its beginning", is_begun);
+        let begun = Instant::now();
+        options.cancelled.store(is_cancelled, Ordering::Relaxed);
+        let error = growing.followed.give_up();
+        assert!(said(&error).ends_with("the upload was cancelled"), "{}", said(&error));
+        assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+    }
 }

@@ -109,7 +109,7 @@ fn whoever_asks_if_bytes_are_near_has_them_brought_once_and_need_not_wait() {
     let bed = Bed::new(ObjectServerKind::S3s);
     let bytes = pattern(5, 4 << 20);
     bed.put("k", &bytes);
-    bed.proxy.set_latency(std::time::Duration::from_millis(100));
+    bed.proxy.set_latency(std::time::Duration::from_secs(1));
     let folder = tempfile::tempdir().unwrap();
     let cache = BlockCache::open(&CacheOptions::new(folder.path())).unwrap();
     // The second time from the disk: what is only prefetched would stay there.
@@ -120,8 +120,10 @@ fn whoever_asks_if_bytes_are_near_has_them_brought_once_and_need_not_wait() {
         let range = (3 << 20) + 5..5 << 20;
         assert!(object.is_near(&(0..1)) && object.is_near(&(4 << 20..5 << 20)));
         let began = std::time::Instant::now();
-        assert!(!object.is_near(&range) && !object.is_near(&range));
-        assert!(began.elapsed() < std::time::Duration::from_millis(90));
+        assert!(!object.is_near(&range));
+        // The disk may be faster than a second question.
+        assert!(is_cached || !object.is_near(&range));
+        assert!(began.elapsed() < std::time::Duration::from_millis(900));
         limosa_testkit::wait_for("the bytes", || object.is_near(&range).then_some(()));
         assert_eq!(read(&*object, 3 << 20, 1 << 20).unwrap(), bytes[3 << 20..]);
         let (counters, hits) = (object.counters(), object.counters().cache_hits > 0);
