@@ -53,30 +53,7 @@ impl PackedTarget {
             Self::File(pending) => return Ok(pack(snapshot, pending, base, options, handle)?),
             Self::Object(url, staging) => (url, staging),
         };
-        let packed = until_cancelled(handle, |cancelled| {
-            // Another key makes other bytes.
-            let is_repeatable = options.encryption.is_none();
-            let followed = staging.follow(&url, packed_length_most(snapshot), is_repeatable, Arc::clone(cancelled))?;
-            let name = url.to_string();
-            let object = ObjectFile { file: staging.file(), url: Path::new(&name) };
-            let is_kept = match pack_object(snapshot, object, base, options, handle) {
-                Ok(packed) => match followed.finish()? {
-                    Sent::Whole { .. } => return Ok(packed),
-                    Sent::Cancelled { is_kept } => is_kept,
-                    Sent::Forgotten => false,
-                },
-                Err(error @ PackError::Cancelled(_)) => {
-                    cancelled.store(true, Ordering::Relaxed);
-                    if !followed.give_up() {
-                        return Err(error.into());
-                    }
-                    true
-                }
-                Err(error) => return Err(error.into()),
-            };
-            let parts = if is_kept { "; the store has parts of it until it is made again" } else { "" };
-            bail!("{url}: cancelled; no object was made{parts}")
-        })?;
+        let packed = pack_and_upload(snapshot, (&staging, &url), base, options, handle)?;
         // Objects have no locks: its base may be gone.
         let found = packed::open(&packed.path);
         let found =
@@ -88,24 +65,78 @@ impl PackedTarget {
     }
 }
 
-/// How often a job is asked whether it was cancelled.
+/// Packs a snapshot into a file, and uploads that: meanwhile, unless it has a base. The clusters of an increment are
+/// small, so tables that are written last are all over its file.
+fn pack_and_upload(
+    snapshot: &Snapshot,
+    (staging, url): (&Staging, &Url),
+    base: Option<&Base>,
+    options: &PackOptions,
+    handle: &Handle,
+) -> anyhow::Result<Packed> {
+    let cancelled = Arc::new(AtomicBool::new(false));
+    // Another key makes other bytes.
+    let is_repeatable = options.encryption.is_none();
+    let follow = |most| staging.follow(url, most, is_repeatable, Arc::clone(&cancelled));
+    let name = url.to_string();
+    let pack =
+        || pack_object(snapshot, ObjectFile { file: staging.file(), url: Path::new(&name) }, base, options, handle);
+    let note_cancel = || {
+        if handle.control.stop_requested() == Some(Stop::Cancel) {
+            cancelled.store(true, Ordering::Relaxed);
+        }
+    };
+    let (packed, sent) = if base.is_some() {
+        let packed = pack()?;
+        let upload = || follow(staging.file().metadata()?.len())?.finish();
+        (Some(packed), watched(note_cancel, upload)?)
+    } else {
+        let followed = follow(packed_length_most(snapshot))?;
+        let note = || {
+            note_cancel();
+            if followed.has_failed() {
+                handle.control.stop(Stop::Cancel);
+            }
+        };
+        match watched(note, || Ok(pack()))? {
+            Ok(packed) => (Some(packed), watched(note_cancel, || followed.finish())?),
+            Err(PackError::Cancelled(_)) if followed.has_failed() => (None, followed.finish()?),
+            Err(error) => {
+                note_cancel();
+                let is_kept = followed.give_up();
+                if !is_kept {
+                    return Err(error.into());
+                }
+                (None, Sent::Cancelled { is_kept })
+            }
+        }
+    };
+    match (packed, sent) {
+        (Some(packed), Sent::Whole { .. }) => Ok(packed),
+        (_, Sent::Forgotten) => bail!("{url}: the store has forgotten the upload; no object was made"),
+        (_, Sent::Cancelled { is_kept: true }) => {
+            bail!("{url}: cancelled; no object was made; the store has parts of it until it is made again")
+        }
+        _ => bail!("{url}: cancelled; no object was made"),
+    }
+}
+
+/// How often a look is taken during work.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Does work that ends when the flag is set, which says that its job was cancelled.
-fn until_cancelled<T>(handle: &Handle, work: impl FnOnce(&Arc<AtomicBool>) -> anyhow::Result<T>) -> anyhow::Result<T> {
-    let (cancelled, is_over) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
-    let look = || {
+/// Does work, and takes looks meanwhile.
+fn watched<T>(look: impl Fn() + Sync, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let is_over = AtomicBool::new(false);
+    let looks = || {
         while !is_over.load(Ordering::Relaxed) {
-            if handle.control.stop_requested() == Some(Stop::Cancel) {
-                cancelled.store(true, Ordering::Relaxed);
-            }
+            look();
             thread::sleep(TICK);
         }
     };
     thread::scope(|scope| {
-        thread::Builder::new().name("cancelled?".into()).spawn_scoped(scope, look).context("no thread")?;
+        thread::Builder::new().name("upload-watch".into()).spawn_scoped(scope, looks).context("no thread")?;
         let _over = Over(&is_over);
-        work(&cancelled)
+        work()
     })
 }
 

@@ -85,13 +85,12 @@ impl Rates {
         Ok(measured.with("bytes_sent", cost(&said, "bytes-sent")?))
     }
 
-    /// A limosa that uploads the file. It makes a copy first, on the disk of this bench.
+    /// A limosa that uploads the file.
     fn upload(&self, options: &Options, store: &Store) -> Result<Prepared> {
         let limosa = Prepared::without_report(options, "img")?
             .arguments(&["convert", "--json", "-f", "raw", "-O", "raw"])
             .path(None, &self.file)
-            .path(None, Path::new(&url(UPLOADED)))
-            .variables([("TMPDIR", store.folder())]);
+            .path(None, Path::new(&url(UPLOADED)));
         Ok(store.at_line(limosa, None))
     }
 }

@@ -1,6 +1,7 @@
 //! `limosa img convert`.
 
 use std::ffi::OsStr;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -85,7 +86,7 @@ fn streamed(options: &ConvertOptions, url: &Url) -> anyhow::Result<(ConvertCount
     // The store may have forgotten the upload that is continued; that is known once.
     for _ in 0..2 {
         let stream = ObjectStream::new(url);
-        let (converted, outcome) = match convert(options, Some(stream.output(interrupt::stop()))) {
+        let (converted, outcome) = match convert(options, Some(stream.output(interrupt::stop))) {
             Ok((counters, length, _)) => (Some((counters, length)), Ok(())),
             Err(error) => (None, Err(error)),
         };
@@ -176,7 +177,8 @@ fn convert(
     let continued = |error: anyhow::Error| {
         if options.resume { error.context("not complete; the same command continues the copy") } else { error }
     };
-    let counters = prepared.run(&|progress| meter.note(progress)).map_err(failed).map_err(continued)?;
+    let note = |progress| if interrupt::is_stopping() { ControlFlow::Break(()) } else { meter.note(progress) };
+    let counters = prepared.run(&note).map_err(failed).map_err(continued)?;
     drop(meter);
     if !options.quiet {
         warn(&counters);

@@ -45,6 +45,11 @@ pub(crate) fn stop() -> Arc<AtomicBool> {
     Arc::clone(STOP.get_or_init(Arc::default))
 }
 
+/// Whether a signal has come that a request has to stop for.
+pub(crate) fn is_stopping() -> bool {
+    STOP.get().is_some_and(|stop| stop.load(Ordering::Relaxed))
+}
+
 /// Ends a command whose request has stopped because of a signal, with this line.
 pub(crate) fn stopped(line: String) -> ! {
     *STOPPED.lock() = Some(line);

@@ -71,6 +71,10 @@ impl Followed {
         match self.0 {}
     }
 
+    pub(crate) fn has_failed(&self) -> bool {
+        match self.0 {}
+    }
+
     pub(crate) fn give_up(self) -> bool {
         match self.0 {}
     }
@@ -83,7 +87,7 @@ impl ObjectStream {
         match *url {}
     }
 
-    pub(crate) fn output(&self, _: Arc<AtomicBool>) -> OutputStream {
+    pub(crate) fn output(&self, _: fn() -> Arc<AtomicBool>) -> OutputStream {
         match self.0 {}
     }
 

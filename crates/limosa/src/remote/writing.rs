@@ -103,6 +103,11 @@ impl Staging {
 pub(crate) struct Followed(FollowedFile);
 
 impl Followed {
+    /// Whether the upload has failed already; [`finish`](Self::finish) says why.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.0.has_failed()
+    }
+
     /// Uploads the rest of the file.
     ///
     /// # Errors
@@ -139,13 +144,13 @@ impl ObjectStream {
         Self { url: url.clone(), writing: Arc::default() }
     }
 
-    /// Returns the stream for a conversion. Its writes fail when `cancelled` is set.
-    pub(crate) fn output(&self, cancelled: Arc<AtomicBool>) -> OutputStream {
+    /// Returns the stream for a conversion. When the upload begins it asks for a flag; when that is set, writes fail.
+    pub(crate) fn output(&self, cancelled: fn() -> Arc<AtomicBool>) -> OutputStream {
         let (url, writing) = (self.url.clone(), Arc::clone(&self.writing));
         OutputStream::opened_by(self.url.to_string(), move |length| {
             let length = length.ok_or_else(|| io::Error::other("its length is not known"))?;
             let mut options = upload_options();
-            options.cancelled = cancelled;
+            options.cancelled = cancelled();
             let begun = Upload::begin(&url, length, &options);
             {
                 let mut writing = writing.lock();
@@ -167,8 +172,14 @@ impl ObjectStream {
             drop(upload);
             return sent(Err(failure));
         }
-        converted?;
-        let Some(mut upload) = upload else { anyhow::bail!("{}: nothing was written", self.url) };
+        let Some(mut upload) = upload else {
+            converted?;
+            anyhow::bail!("{}: nothing was written", self.url)
+        };
+        if let Err(error) = converted {
+            // It may have ended because it was cancelled.
+            return upload.check().map_or_else(|cancelled| sent(Err(cancelled)), |()| Err(error));
+        }
         let rest = if part.is_empty() { Ok(()) } else { upload.put(part) };
         sent(rest.and_then(|()| upload.finish()))
     }
