@@ -23,8 +23,8 @@ use crate::url::ObjectUrl;
 /// How often the file is asked for its length.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Bytes at the end of the file that its writers may be at work on, and may cut off again. That nothing in front of them
-/// is changed is likely and not needed.
+/// Bytes at the end of the file that its writers may be at work on, and may cut off again. That nothing in front of
+/// them is changed is likely and not needed.
 const AT_WORK: u64 = 16 << 20;
 
 /// A file that is uploaded while it is written. If it is dropped the upload ends as one that has failed.
@@ -70,7 +70,8 @@ pub fn follow(
 }
 
 impl FollowedFile {
-    /// Whether the upload has failed already, so that the file need not be written. [`finish`](Self::finish) returns why.
+    /// Whether the upload has failed already, so that the file need not be written. [`finish`](Self::finish) returns
+    /// why.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
