@@ -73,6 +73,18 @@ pub(crate) fn snapshot(target: &Path, pages: u64, contents: &[(u64, u64)]) -> Pa
     target.to_path_buf()
 }
 
+/// Snapshots `0` and later ones as files, and packed on each other, each in its way.
+pub(crate) fn chain_of(folder: &Path, depth: u64, how: impl Fn(u64) -> PackOptions) {
+    let path = |name: String| folder.join(name);
+    for number in 0..depth {
+        let contents: Vec<_> =
+            (0..600).map(|page| (page, if page % 8 <= number { page + number + 1 } else { 7 })).collect();
+        let plain = snapshot(&path(number.to_string()), 700, &contents);
+        let base = (number > 0).then(|| path(format!("{}.qcow2", number - 1)));
+        pack_file(&plain, &path(format!("{number}.qcow2")), base.as_deref(), &how(number));
+    }
+}
+
 /// Reads every stored page of both, and compares.
 pub(crate) fn assert_same(one: &Snapshot, other: &Snapshot) {
     use limosa_migrate::stored::PageSource as _;

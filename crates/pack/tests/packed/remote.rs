@@ -20,7 +20,7 @@ use limosa_storage::{
     ZeroOptions,
 };
 
-use crate::{access, assert_same, encrypted, options, pack_file, passphrase, snapshot, unpack_file};
+use crate::{access, assert_same, chain_of, encrypted, options, pack_file, passphrase, snapshot, unpack_file};
 
 /// Objects of the bucket `b`, and the bytes that were read of them.
 #[derive(Debug)]
@@ -137,19 +137,9 @@ fn open(folder: &Path, name: &str) -> Result<Snapshot, PackError> {
     open_snapshot(Path::new(&format!("s3://b/{name}")), &access(Some(&passphrase())).stores(stores(folder)))
 }
 
-/// Snapshots `0` and later ones as files, and packed on each other.
+/// A chain whose lower images are plain. What is encrypted in the base must be.
 fn chain(folder: &Path, depth: u64) {
-    let path = |name: String| folder.join(name);
-    for number in 0..depth {
-        let contents: Vec<_> =
-            (0..600).map(|page| (page, if page % 8 <= number { page + number + 1 } else { 7 })).collect();
-        let plain = snapshot(&path(number.to_string()), 700, &contents);
-        let base = (number > 0).then(|| path(format!("{}.qcow2", number - 1)));
-        let how = if number % 3 == 2 { encrypted() } else { options() };
-        // What is encrypted in the base must be.
-        let how = if number > 2 { encrypted() } else { how };
-        pack_file(&plain, &path(format!("{number}.qcow2")), base.as_deref(), &how);
-    }
+    chain_of(folder, depth, |number| if number < 2 { options() } else { encrypted() });
 }
 
 #[test]
