@@ -6,10 +6,11 @@ use limosa_testkit::Vm;
 use rustix::process::Signal;
 use serde_json::json;
 
+use crate::destination::mapped;
 use crate::needs_qemu;
 use crate::scene::{
-    Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, control, release, saved_beat, text,
-    wait_guest,
+    Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, control, load_ballast_part, release,
+    saved_beat, text, wait_guest,
 };
 use crate::stage::{Ended, assert_beats, start_command, wait_gone, watchdog_left_by};
 
@@ -103,6 +104,52 @@ fn an_unpacked_snapshot_is_the_saved_one_and_vms_map_it() {
         .restore(&scene.path("unpacked-0"), &destination, &["--memory", "eager", "--via", "file", "--paused"])
         .success();
     saved.assert_is_back(&destination);
+    for index in 0..packed.len() {
+        let unpacked = scene.path(&format!("unpacked-{index}"));
+        let destination = mapped(&beat(), &unpacked).start_incoming().unwrap();
+        let report = scene.restore(&unpacked, &destination, &["--memory", "mapped", "--paused", "--json"]).json();
+        assert_eq!(report["mapped_blocks"], json!(["mem"]), "{report}");
+        saved.assert_is_back(&destination);
+    }
+}
+
+/// A guest that was saved eight times, each time packed on the one before: three plain images, and encrypted ones on
+/// them. Each holds an eighth of the ballast.
+fn chain_of_eight(scene: &Scene, key: &[&str]) -> (Saved, PathBuf) {
+    let source = beat().start().unwrap();
+    let secret = [key, &["--encrypt", "--iter-time", "1ms"]].concat();
+    let mut base = None;
+    for number in 0..8 {
+        source.wait_heartbeats(1).unwrap();
+        load_ballast_part(&source, number, 8);
+        let snapshot = scene.save(&source, &format!("{number}"), if number == 7 { &["--stop"] } else { &[] });
+        let mut how = if number < 3 { Vec::new() } else { secret.clone() };
+        how.extend(base.as_deref().into_iter().flat_map(|base| ["--base", text(base)]));
+        base = Some(pack(scene, &snapshot, &format!("{number}.qcow2"), &how));
+    }
+    let (beat, lap) = (source.check_heartbeat().unwrap(), source.last_pass().unwrap());
+    (Saved { snapshot: scene.path("7"), beat, lap }, base.unwrap())
+}
+
+#[test]
+fn a_guest_comes_back_from_eight_images_lazily_and_eagerly() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let key = key(&scene);
+    let key: Vec<&str> = key.iter().map(String::as_str).collect();
+    let (saved, top) = chain_of_eight(&scene, &key);
+    let shown = run(&scene, &[&["inspect", "--json", text(&top)], &key[..]].concat()).json();
+    let images = shown["images"].as_array().unwrap();
+    // Each has its part of what is restored.
+    let is_needed = |image: &serde_json::Value| image["contents"].as_u64() >= Some(2 << 20);
+    assert!(images.len() == 8 && images.iter().all(is_needed), "{shown}");
+    for memory in ["lazy", "eager"] {
+        let destination = beat().start_incoming().unwrap();
+        let words = [&key[..], &["--memory", memory, "--paused", "--json"]].concat();
+        let report = scene.restore(&top, &destination, &words).json();
+        assert_eq!(report["mode"], json!(memory), "{report}");
+        saved.assert_is_back(&destination);
+    }
 }
 
 #[test]

@@ -141,7 +141,15 @@ pub(crate) const BALLAST: std::ops::Range<u64> = (16 << 20)..(32 << 20);
 
 /// Fills memory that no guest asks for: it keeps a lazy restore under way until the test lets it end.
 pub(crate) fn load_ballast(vm: &Vm) {
-    vm.tamper(BALLAST.start, &ballast()).unwrap();
+    load_ballast_part(vm, 0, 1);
+}
+
+/// Fills one of `parts` equal parts of the ballast.
+pub(crate) fn load_ballast_part(vm: &Vm, part: u64, parts: u64) {
+    let length = (BALLAST.end - BALLAST.start) / parts;
+    let contents = ballast().into_iter().skip(usize::try_from(part * length).unwrap());
+    let contents: Vec<u8> = contents.take(usize::try_from(length).unwrap()).collect();
+    vm.tamper(BALLAST.start + part * length, &contents).unwrap();
 }
 
 /// Expects the ballast to be what [`load_ballast`] wrote. Pages that are not there yet are asked for by this.
