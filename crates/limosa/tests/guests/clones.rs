@@ -118,6 +118,36 @@ fn clones_of_a_packed_snapshot_share_one_copy_of_it_which_goes_with_the_last_of_
 }
 
 #[test]
+fn clones_of_an_encrypted_increment_map_what_its_whole_chain_holds() {
+    needs_qemu!();
+    let mut scene = Scene::saved_by(|source, snapshot| {
+        save(source, &snapshot.with_file_name("earlier"), &[]);
+        source.wait_heartbeats(1).unwrap();
+        save(source, snapshot, &["--stop"]);
+    });
+    let at = |name: &str| scene.folder.path().join(name).display().to_string();
+    std::fs::write(at("key"), "a long and secret sentence").unwrap();
+    let object = format!("secret,id=s,file={}", at("key"));
+    let key = ["--object", &object, "--key-secret", "s"];
+    let encrypted = [&key[..], &["--encrypt", "--iter-time", "1ms", "--no-sync"]].concat();
+    limosa([&["pack", &at("earlier"), &at("base.qcow2")], &encrypted[..]].concat()).success();
+    let on_base = ["pack", &at("snapshot"), &at("top.qcow2"), "--base", &at("base.qcow2"), "--json"];
+    let packed = limosa([&on_base, &encrypted[..]].concat()).json();
+    assert!(packed["base_bytes"].as_u64() > Some(0), "{packed}");
+    let (plain, top) = (std::fs::read(at("snapshot")).unwrap(), at("top.qcow2"));
+    [at("earlier"), at("snapshot")].iter().for_each(|path| std::fs::remove_file(path).unwrap());
+    scene.snapshot = top.into();
+    let report = scene.start(2, &[&key[..], &["--json", "--memory", "mapped"]].concat(), &[]).wait().json();
+    for clone in report["clones"].as_array().unwrap() {
+        assert_eq!(clone["mapped_blocks"], json!(["mem"]), "{report}");
+        scene.assert_goes_on(clone);
+    }
+    let copies: Vec<_> = names(&scene.clones()).into_iter().filter(|name| name.ends_with(".unpacked")).collect();
+    let [copy] = copies.as_slice() else { panic!("{copies:?}") };
+    assert!(std::fs::read(scene.clones().join(copy)).unwrap() == plain, "the copy is not what was packed");
+}
+
+#[test]
 fn qemus_of_a_pool_are_taken_by_later_clones_and_by_no_others() {
     needs_qemu!();
     let scene = Scene::new();

@@ -15,11 +15,6 @@ use crate::clone_scene::{Scene, pids, processes_of};
 use crate::needs_qemu;
 use crate::stage::*;
 
-/// The number that a variable of the environment holds.
-fn variable(name: &str) -> Option<u64> {
-    std::env::var(name).ok()?.parse().ok()
-}
-
 /// Waits until every QEMU of the directory is listed, and no other; the list.
 fn settled(scene: &Scene) -> Vec<Value> {
     wait_for("every QEMU to be listed, or to end", || {

@@ -30,6 +30,11 @@ macro_rules! needs_qemu {
     };
 }
 
+/// The number that a variable of the environment holds.
+pub(crate) fn variable(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
 /// Starts limosa with these arguments.
 pub(crate) fn start<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Program {
     let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
