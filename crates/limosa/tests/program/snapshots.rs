@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::snapshot_fixture as fixture;
-use crate::stage::{Ended, limosa, start};
+use crate::stage::{Ended, limosa, names, start, variable};
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -20,31 +20,43 @@ fn snapshot(words: &[&str]) -> Ended {
     limosa([&["snapshot"], words].concat())
 }
 
-/// A chain of packed snapshots `1` to `COUNT`, and the plain ones in a directory beside them.
-struct Chain {
-    folder: tempfile::TempDir,
+/// A day in 2023, in seconds since 1970.
+const FIRST_DAY: u64 = 19_676 * 86_400;
+
+/// Packed snapshots `1` to `COUNT`, and the plain ones in a directory beside them. Each is half a day younger than the
+/// one before; the first is of the noon of its day.
+pub(crate) struct Chain {
+    pub(crate) folder: tempfile::TempDir,
     count: u64,
 }
 
 impl Chain {
+    /// Each stands on the one before.
     fn new(count: u64, pages: u64) -> Self {
+        Self::on(&(0..count).collect::<Vec<_>>(), pages)
+    }
+
+    /// Each stands on the one with this number, or on none: 0.
+    pub(crate) fn on(bases: &[u64], pages: u64) -> Self {
         let folder = limosa_testkit::scratch().unwrap();
+        let count = u64::try_from(bases.len()).unwrap();
         for directory in ["plain", "packed"] {
             std::fs::create_dir(folder.path().join(directory)).unwrap();
         }
         let chain = Self { folder, count };
-        for number in 1..=count {
+        for (number, on) in (1..).zip(bases) {
             let mut writer = fixture::writer(&chain.plain(number), pages, fixture::QUICK);
             for page in 0..pages {
                 fixture::put(&mut writer, 0, page, &[if page % 7 == number % 7 { page * number } else { page }]);
             }
             let mut manifest = Manifest::new();
             manifest.vm_name = Some("vm".to_owned());
+            manifest.finished = FIRST_DAY + number * 43_200;
             writer.finish(&fixture::tail("running"), manifest).unwrap();
             let mut words = vec!["pack", "--no-sync"];
-            let (plain, packed, base) = (chain.plain(number), chain.packed(number), chain.packed(number - 1));
+            let (plain, packed, base) = (chain.plain(number), chain.packed(number), chain.packed(*on));
             words.extend([text(&plain), text(&packed)]);
-            if number > 1 {
+            if *on > 0 {
                 words.extend(["--base", text(&base)]);
             }
             limosa(words).success();
@@ -60,7 +72,7 @@ impl Chain {
         self.folder.path().join(format!("plain/{number}"))
     }
 
-    fn packed(&self, number: u64) -> PathBuf {
+    pub(crate) fn packed(&self, number: u64) -> PathBuf {
         self.directory().join(number.to_string())
     }
 
@@ -74,14 +86,20 @@ impl Chain {
     fn assert_whole(&self) -> usize {
         let there: Vec<_> = (1..=self.count).filter(|number| self.packed(*number).exists()).collect();
         for number in &there {
-            let packed = open_snapshot(&self.packed(*number), &Access::default())
-                .unwrap_or_else(|error| panic!("{number}: {error}"));
-            let unpacked = self.folder.path().join("unpacked");
-            let pending = UnnamedFile::create(&unpacked, true).unwrap();
-            unpack(&packed, pending, Durability::Unsynced, &Handle::new()).unwrap();
-            assert!(std::fs::read(&unpacked).unwrap() == std::fs::read(self.plain(*number)).unwrap(), "{number}");
+            assert!(self.holds(&self.packed(*number), *number), "{number}");
         }
         there.len()
+    }
+
+    /// Whether a packed snapshot holds the plain one of this number.
+    #[track_caller]
+    fn holds(&self, packed: &Path, number: u64) -> bool {
+        let packed =
+            open_snapshot(packed, &Access::default()).unwrap_or_else(|error| panic!("{}: {error}", packed.display()));
+        let unpacked = self.folder.path().join("unpacked");
+        let pending = UnnamedFile::create(&unpacked, true).unwrap();
+        unpack(&packed, pending, Durability::Unsynced, &Handle::new()).unwrap();
+        std::fs::read(&unpacked).unwrap() == std::fs::read(self.plain(number)).unwrap()
     }
 }
 
@@ -125,6 +143,21 @@ fn a_directory_is_listed_rebased_merged_and_pruned() {
 }
 
 #[test]
+fn the_newest_one_of_each_of_the_last_days_stays() {
+    let chain = Chain::new(5, 600);
+    let directory = chain.directory();
+    let prune = ["prune", text(&directory), "--keep-daily", "2"];
+    let planned = snapshot(&[&prune[..], &["--dry-run", "--json"]].concat()).json();
+    // 2 and 3 are of one day, and 4 and 5 of the next.
+    assert_eq!(planned["would_remove"], json!(["2", "1", "4"]), "{planned}");
+    let rebased = [json!({ "snapshot": "3", "base": null }), json!({ "snapshot": "5", "base": "3" })];
+    assert_eq!(planned["would_rebase"], json!(rebased), "{planned}");
+    let done = snapshot(&[&prune[..], &["--json"]].concat()).json();
+    assert_eq!((done["removed"].as_array().map(Vec::len), names(&directory)), (Some(3), vec!["3".into(), "5".into()]));
+    assert_eq!(chain.assert_whole(), 2);
+}
+
+#[test]
 fn what_limosa_cannot_look_into_keeps_everything_until_it_is_ignored() {
     let chain = Chain::new(3, 600);
     let odd = chain.directory().join("odd");
@@ -150,7 +183,7 @@ fn what_limosa_cannot_look_into_keeps_everything_until_it_is_ignored() {
 
 /// Kills of each kind, at moments that are spread over a run: `LIMOSA_PACK_KILLS`.
 fn kills() -> u64 {
-    std::env::var("LIMOSA_PACK_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(12)
+    variable("LIMOSA_PACK_KILLS").unwrap_or(12)
 }
 
 /// Starts a command again and again, kills it, and expects after each time that all that is there is whole. Returns how
@@ -205,4 +238,18 @@ fn rebasing_and_merging_that_are_killed_at_any_moment_lose_nothing() {
         assert!(ended.status.success() || ended.stderr.contains("no snapshot stands on it"), "{}", ended.stderr);
     }
     assert!(chain.assert_whole() >= 4);
+}
+
+#[test]
+fn packing_over_an_older_one_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one() {
+    let chain = Chain::new(2, 1500);
+    let over = chain.directory().join("over");
+    limosa(["pack", text(&chain.plain(2)), text(&over)]).success();
+    let pack = |turn: u64| strings(&["pack", text(&chain.plain(1 + turn % 2)), text(&over), "--force"]);
+    let is_whole = || assert!(chain.holds(&over, 1) || chain.holds(&over, 2));
+    let killed = kill_repeatedly(&chain, pack, is_whole);
+    assert!(killed > 0, "killed {killed} times");
+    limosa(pack(0)).success();
+    assert!(chain.holds(&over, 1));
+    assert_eq!(names(&chain.directory()), ["1", "2", "over"]);
 }
