@@ -50,6 +50,7 @@ mod busybox;
 #[cfg(feature = "certificates")]
 mod certificates;
 mod cgroup;
+mod descendants;
 mod disk_tools;
 mod fault;
 mod file_server;

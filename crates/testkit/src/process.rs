@@ -1,8 +1,8 @@
 //! Child processes that end with us.
 //!
-//! Law: a child is killed by its pid when its [`Process`] is dropped, and by the kernel when this process ends in any
-//! way (`PR_SET_PDEATHSIG`, see prctl(2)). The kernel sends that signal when the *thread* that forked ends, and a test
-//! is a thread: so one thread that lives as long as the process forks all children.
+//! Law: a child is killed by its pid when its [`Process`] is dropped, with all that are below it, and alone by the kernel
+//! when this process ends in any way (`PR_SET_PDEATHSIG`, see prctl(2)). The kernel sends that signal when the *thread*
+//! that forked ends, and a test is a thread: so one thread that lives as long as the process forks all children.
 #![allow(unsafe_code)] // prctl(2) between fork and exec has no safe wrapper.
 
 use std::io;
@@ -17,7 +17,10 @@ use anyhow::{Context as _, Result, bail};
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// A child process, killed and reaped when dropped.
+use crate::descendants::kill_below;
+
+/// A child process, killed and reaped when dropped. If it has not ended by then, all that it has started end first: a
+/// QEMU outlives a limosa that is killed. [`Process::signal`] kills it alone.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -102,6 +105,10 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
+        // One that has been reaped has no children, and its number may be another process's.
+        if matches!(self.try_wait(), Ok(None)) {
+            kill_below(self.pid);
+        }
         self.kill();
     }
 }
@@ -109,8 +116,13 @@ impl Drop for Process {
 /// Whether a process of this id exists and is no zombie.
 pub fn is_alive(pid: u32) -> bool {
     let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    !has_state(&stat, &['Z', 'X'])
+}
+
+/// Whether a process or a thread is in one of these states, by its file `stat`.
+pub(crate) fn has_state(stat: &str, states: &[char]) -> bool {
     // The state follows the name, which is in parentheses and may contain anything (proc_pid_stat(5)).
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(states))
 }
 
 /// Whether there is a listener at this socket, by its absolute path, in the network namespace of a process.

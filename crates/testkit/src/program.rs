@@ -14,7 +14,9 @@ use crate::{Process, scratch};
 /// For what should take moments on any machine: a limit for a program that hangs, not a measure.
 const SOON: Duration = Duration::from_secs(120);
 
-/// A running program. Its output goes to files, so that a child that outlives it holds up no pipe. Killed when dropped.
+/// A running program. Its output goes to files, so that a child that outlives it holds up no pipe. Killed when dropped,
+/// with all that it has started; [`signal`](Self::signal) and [`wait`](Self::wait) are for a death that its children
+/// survive.
 #[derive(Debug)]
 pub struct Program {
     name: &'static str,

@@ -313,7 +313,8 @@ fn the_sockets_of_a_killed_save_do_not_stand_in_the_way_of_the_next() {
     let more = ["--via", "socket", "--listen", &listen, "--control", &control];
     let saving = busy.endless(&more);
     let watchdog = watchdog(&saving).unwrap();
-    drop(saving); // SIGKILL
+    saving.signal(Signal::KILL);
+    saving.wait();
     wait_gone(watchdog);
     busy.assert_untouched();
     save(&busy.vm, &busy.file, &more);

@@ -80,7 +80,7 @@ fn a_background_save_that_is_killed_or_cancelled_leaves_nothing() {
         });
         if kill {
             limosa_testkit::kill9(saving.pid()).unwrap();
-            drop(saving);
+            saving.wait();
             // The watchdog holds the monitor as long as it has something to do.
             drop(limosa_testkit::Qmp::connect(&vm.qmp_socket(), SOON).unwrap());
         } else {
