@@ -17,20 +17,11 @@ use parking_lot::Mutex;
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::job::JobError;
-use crate::launch::{command, first, spawn};
+use crate::launch::{IncomingFrom, command, first, spawn};
 
 /// One at a time: a process that was forked and waits has copies of all descriptors, the other gates' included, and two
 /// that wait would keep each other's gates open after this process was killed.
 static FORKED: Mutex<()> = Mutex::new(());
-
-/// The place from which a QEMU that was started takes its VM.
-#[derive(Debug, Clone, Copy)]
-pub enum IncomingFrom<'a> {
-    /// One end of a socket pair. QEMU ends if the stream ends before it is whole.
-    Stream(BorrowedFd<'a>),
-    /// It waits until its monitor says (`-incoming defer`).
-    Deferred,
-}
 
 /// Starts a QEMU with a session of its own, whose output goes to the end of `log`. It inherits `inherited_fds`, under
 /// the same numbers. `record` is called with its process id before it begins; it does not begin if that fails.
@@ -47,15 +38,7 @@ pub fn launch_detached<E: From<JobError>>(
     let failed = |source: io::Error| JobError::Io { what: "start", path: first(args).into(), source };
     let mut command = command(args);
     let mut inherited_fds = inherited_fds.to_vec();
-    match incoming {
-        IncomingFrom::Stream(stream) => {
-            command.arg("-incoming").arg(format!("fd:{}", stream.as_raw_fd()));
-            inherited_fds.push(stream);
-        }
-        IncomingFrom::Deferred => {
-            command.args(["-incoming", "defer"]);
-        }
-    }
+    inherited_fds.extend(incoming.add_to(&mut command));
     command.stdin(Stdio::null()).stdout(log.try_clone().map_err(failed)?).stderr(log.try_clone().map_err(failed)?);
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; this is one system call.
     unsafe {

@@ -38,6 +38,31 @@ const ASK_WITHIN: Duration = Duration::from_secs(20);
 /// More bytes of help than any version prints.
 const HELP_LIMIT: usize = 1 << 20;
 
+/// The place from which a QEMU that was started takes its VM.
+#[derive(Debug, Clone, Copy)]
+pub enum IncomingFrom<'a> {
+    /// One end of a socket pair. QEMU ends if the stream ends before it is whole.
+    Stream(BorrowedFd<'a>),
+    /// It waits until its monitor says (`-incoming defer`).
+    Deferred,
+}
+
+impl<'a> IncomingFrom<'a> {
+    /// Adds it to QEMU's command line. Returns the descriptor that QEMU has to inherit.
+    pub(crate) fn add_to(self, command: &mut Command) -> Option<BorrowedFd<'a>> {
+        match self {
+            Self::Stream(stream) => {
+                command.arg("-incoming").arg(format!("fd:{}", stream.as_raw_fd()));
+                Some(stream)
+            }
+            Self::Deferred => {
+                command.args(["-incoming", "defer"]);
+                None
+            }
+        }
+    }
+}
+
 /// A QEMU that was started. Dropping it does not end it.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -101,20 +126,26 @@ pub struct CommandLineProperties {
     pub paused: bool,
 }
 
-/// Starts QEMU with `-incoming defer` and the monitor added to its command line. It shares this process's terminal,
-/// process group and standard streams, and continues if this process dies. It inherits `inherited_fds`, under the same
-/// numbers.
+/// Starts QEMU with `-incoming` and the monitor added to its command line. It shares this process's terminal, process
+/// group and standard streams. If this process dies, it continues, unless its VM was still to come from a stream. It
+/// inherits `inherited_fds`, under the same numbers.
 ///
 /// # Errors
 /// If the program cannot be started.
-pub fn launch(args: &[OsString], inherited_fds: &[BorrowedFd<'_>]) -> Result<Launched, JobError> {
+pub fn launch(
+    args: &[OsString],
+    incoming: IncomingFrom<'_>,
+    inherited_fds: &[BorrowedFd<'_>],
+) -> Result<Launched, JobError> {
     let failed = |source: io::Error| JobError::Io { what: "start", path: first(args).into(), source };
     let (socket, peer) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
         .map_err(|errno| failed(errno.into()))?;
     let configuration = configuration(peer.as_raw_fd()).map_err(failed)?;
     let mut command = command(args);
-    command.args(["-incoming", "defer", "-readconfig"]).arg(format!("/dev/fd/{}", configuration.as_raw_fd()));
-    let inherited_fds = [&[peer.as_fd(), configuration.as_fd()], inherited_fds].concat();
+    let stream = incoming.add_to(&mut command);
+    command.arg("-readconfig").arg(format!("/dev/fd/{}", configuration.as_raw_fd()));
+    let mut inherited_fds = [&[peer.as_fd(), configuration.as_fd()], inherited_fds].concat();
+    inherited_fds.extend(stream);
     let child = spawn(&mut command, &inherited_fds).map_err(failed)?;
     Ok(Launched { child, socket })
 }

@@ -60,7 +60,7 @@ mod watchdog;
 
 pub use conflict::{Conflict, DiskConflict, JobOption, MissingPermission, RendezvousConflict, StateConflict};
 pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
-pub use detached::{IncomingFrom, launch_detached};
+pub use detached::launch_detached;
 pub use disk_server::{
     DroppedDisk, EpochDisks, check_droppable as check_droppable_disks, drop_after as drop_disks_after,
     find_unfenced_disks, refuse_changed as refuse_changed_disks,
@@ -72,7 +72,8 @@ pub use job_record::{
     JobKind, JobPhase, JobRecord, JobRecordError, Overlay, OverlayChain, ServedEpochs, ServedOverlay, VmAfterJob,
 };
 pub use launch::{
-    CommandLineProperties, Launched, check as check_command_line, check_program, launch, missing_memory_option,
+    CommandLineProperties, IncomingFrom, Launched, check as check_command_line, check_program, launch,
+    missing_memory_option,
 };
 pub use load::Loader;
 pub use mapping::{

@@ -8,8 +8,8 @@ use anyhow::bail;
 use limosa_console::say;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use limosa_qemu::{
-    BlockPlace, MappedCommandLine, check_snapshot_not_shared, is_same_file, launch, missing_memory_option,
-    name_memory_backend, rewrite_for_mapping,
+    BlockPlace, IncomingFrom, MappedCommandLine, check_snapshot_not_shared, is_same_file, launch,
+    missing_memory_option, name_memory_backend, rewrite_for_mapping,
 };
 use limosa_snapshot::Snapshot;
 
@@ -65,7 +65,7 @@ fn launched(
     relay: Relay,
     caller: &Caller<'_>,
 ) -> anyhow::Result<Greeted> {
-    let launched = launch(command, inherited_fds)?;
+    let launched = launch(command, IncomingFrom::Deferred, inherited_fds)?;
     relay.aim(launched.child.id());
     let program = program(&args.command);
     // QEMU starts meanwhile.

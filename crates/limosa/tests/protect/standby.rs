@@ -10,6 +10,7 @@ use serde_json::json;
 
 use crate::line::Line;
 use crate::needs_newest_qemu;
+use crate::running::qemu_below;
 use crate::scene::{Failover, Scene, assert_follows, kill_host, machine, text, wait_said};
 use crate::stage::{assert_beats, limosa, wait_for};
 
@@ -224,6 +225,22 @@ fn the_standby_of_a_keeper_that_is_killed_ends() {
     kill9(keeper.pid()).unwrap();
     wait_gone(standby);
     assert_eq!(pair.vm.run_state().unwrap(), "running");
+}
+
+#[test]
+fn the_standby_of_a_keeper_that_is_killed_before_it_has_begun_ends() {
+    needs_newest_qemu!();
+    let scene = Scene::new();
+    let line = scene.survivor_line();
+    let slow = ["--standby", "--fenced", "--", "sh", "-c", "sleep 1; exec \"$@\"", "sh"];
+    let words: Vec<&str> = slow.into_iter().chain(line.iter().map(String::as_str)).collect();
+    let (keeper, at) = Scene::keep_in(&scene.kept(), ANYWHERE, &words);
+    let vm = scene.guest();
+    let _protect = scene.protect_to(&vm, &at, &["--every", "50ms"]);
+    let standby = wait_for("the standby", || qemu_below(keeper.pid()));
+    kill9(keeper.pid()).unwrap();
+    keeper.wait();
+    wait_gone(standby);
 }
 
 #[test]

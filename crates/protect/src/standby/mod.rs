@@ -2,7 +2,7 @@
 //!
 //! Law: **it is given a whole VM once, when the VM may run here.** Until then it has all of the memory of the newest
 //! checkpoint that counts, and no device state: it cannot run. So a standby never runs beside the primary: its stream
-//! ends with the keeper, and QEMU with it.
+//! ends with the keeper, and QEMU with it. It is started with that stream, so that this is true from its first moment.
 //!
 //! ```text
 //! stream:  header, RAM layout │ PART: the base │ PART: what checkpoint 1 changed │ ... │ END, devices of checkpoint n
@@ -22,17 +22,15 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_migrate::stored::StreamSetup;
-use limosa_qemu::launch;
 use limosa_qemu::monitor::{MigrationStatus, Monitor, RunState};
 use limosa_qemu::qmp::Options;
+use limosa_qemu::{IncomingFrom, launch};
 use limosa_snapshot::CheckpointPair;
 use serde_json::Value;
 
 use crate::error::ProtectError;
 use feed::Feed;
 
-/// The name under which QEMU gets its end of the stream.
-const DESCRIPTOR: &str = "limosa-standby";
 /// How long it may take until its VM runs.
 const RUNS_WITHIN: Duration = Duration::from_secs(30);
 /// How often that is looked at.
@@ -86,14 +84,13 @@ impl Standby {
         start_within: Duration,
         takes_within: Duration,
     ) -> Result<Self, ProtectError> {
-        let launched = launch(command, &[])?;
+        let (channel, far) = Channel::pair()?;
+        channel.set_timeouts(None, Some(takes_within))?;
+        let launched = launch(command, IncomingFrom::Stream(far.as_fd()), &[])?;
+        drop(far);
         let (child, greeted) = launched.connect(&Options { greeting_timeout: start_within, ..Options::default() });
         let process = Process(Some(child));
         let monitor = Monitor::new(greeted?);
-        let (channel, far) = Channel::pair()?;
-        channel.set_timeouts(None, Some(takes_within))?;
-        monitor.getfd(DESCRIPTOR, far.as_fd())?;
-        monitor.migrate_incoming_or_exit(&format!("fd:{DESCRIPTOR}"))?;
         Ok(Self { process, monitor, channel, feed: None, tail: Vec::new(), holds: None })
     }
 

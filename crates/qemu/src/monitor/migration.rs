@@ -248,14 +248,6 @@ impl Monitor {
         }
     }
 
-    /// As [`migrate_incoming`](Self::migrate_incoming), but a failure ends the process: nobody else has to.
-    ///
-    /// # Errors
-    /// QEMU's.
-    pub fn migrate_incoming_or_exit(&self, uri: &str) -> Result<(), QmpError> {
-        self.order("migrate-incoming", json!({ "uri": uri }))
-    }
-
     /// Asks for the end of an outgoing migration. The VM continues if it ran before. Without a migration it does
     /// nothing.
     ///
