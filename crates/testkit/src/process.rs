@@ -1,8 +1,9 @@
 //! Child processes that end with us.
 //!
-//! Law: a child is killed by its pid when its [`Process`] is dropped, with all that are below it, and alone by the kernel
-//! when this process ends in any way (`PR_SET_PDEATHSIG`, see prctl(2)). The kernel sends that signal when the *thread*
-//! that forked ends, and a test is a thread: so one thread that lives as long as the process forks all children.
+//! Law: a child is killed by its pid when its [`Process`] is dropped, with all that are below it, and alone by the
+//! kernel when this process ends in any way (`PR_SET_PDEATHSIG`, see prctl(2)). The kernel sends that signal when the
+//! *thread* that forked ends, and a test is a thread: so one thread that lives as long as the process forks all
+//! children.
 #![allow(unsafe_code)] // prctl(2) between fork and exec has no safe wrapper.
 
 use std::io;
