@@ -7,6 +7,7 @@ use std::collections::HashSet;
 use std::error::Error;
 use std::ffi::OsStr;
 use std::fmt::Write as _;
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::thread;
 
 use limosa_channel::Counters;
 use limosa_image::qcow2::{Qcow2, prefetch_tables};
-use limosa_image::{Disk, GuestOffset};
+use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_page::to_u64;
 use limosa_snapshot::{Origin, PackedImage, PackedSummary, Snapshot, SnapshotBytes};
 use limosa_storage::{Buffer, Storage, block_on};
@@ -116,7 +117,7 @@ fn open_chain(storage: Arc<dyn Storage>, name: &Path, access: &Access) -> Result
         if !seen.insert(below.clone()) {
             return Err(BaseFault::Refused("that object is already part of the chain".to_owned()));
         }
-        let storage = open_object(&below, access)?;
+        let storage = open_object(&below, access).map_err(|error| fault_of(error, &below))?;
         if !starts_as_image(&*storage)? {
             return Err(BaseFault::Refused("it is not a packed snapshot".to_owned()));
         }
@@ -124,6 +125,17 @@ fn open_chain(storage: Arc<dyn Storage>, name: &Path, access: &Access) -> Result
     })?;
     let disk = open_contents(images.iter(), name)?;
     Ok((images, disk))
+}
+
+/// The fault of a base that cannot be opened. One that is not there is a fault of the image that names it; of any other
+/// it is not known.
+fn fault_of(error: PackError, base: &Path) -> BaseFault {
+    match &error {
+        PackError::Image(ImageError::Storage(cause)) if cause.kind() == io::ErrorKind::NotFound => {
+            BaseFault::Refused(format!("there is no object {}", base.display()))
+        }
+        _ => error.into(),
+    }
 }
 
 /// Bytes at the beginning of an image that has its first tables and contents.

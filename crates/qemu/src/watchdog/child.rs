@@ -57,6 +57,8 @@ pub fn run(arguments: &[OsString], advice: Advice, access: &Access) -> ExitCode 
             // The terminal may be gone.
             let advice = match &error {
                 ChildError::Recovery(JobError::Refused { conflict: Some(conflict), .. }) => (advice.conflict)(conflict),
+                // A snapshot that the watchdog cannot open, encrypted or gone for now, may be opened by its user.
+                ChildError::Recovery(_) => (advice.outcome)(Outcome::NeedsRecovery).to_owned(),
                 _ => String::new(),
             };
             drop(writeln!(io::stderr(), "limosa watchdog: {}{advice}", error_with_causes(&error)));
@@ -73,7 +75,7 @@ enum ChildError {
     Setup(&'static str, #[source] io::Error),
     #[error(transparent)]
     Record(#[from] JobRecordError),
-    #[error("the restore was killed and cannot be continued")]
+    #[error("the restore was killed, and its watchdog cannot continue it")]
     Recovery(#[from] JobError),
     #[error("cannot remove {path}")]
     Unlink { path: PathBuf, source: io::Error },
