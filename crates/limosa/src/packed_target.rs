@@ -87,7 +87,7 @@ fn pack_and_upload(
         }
     };
     let (packed, sent) = if base.is_some() {
-        let packed = pack()?;
+        let packed = pack().map_err(|error| remote::of_staging(error.into()))?;
         let upload = || follow(staging.file().metadata()?.len())?.finish();
         (Some(packed), watched(note_cancel, upload)?)
     } else {
@@ -105,7 +105,7 @@ fn pack_and_upload(
                 note_cancel();
                 let is_kept = followed.give_up();
                 if !is_kept {
-                    return Err(error.into());
+                    return Err(remote::of_staging(error.into()));
                 }
                 (None, Sent::Cancelled { is_kept })
             }

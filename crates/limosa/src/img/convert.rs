@@ -74,7 +74,7 @@ pub(super) fn to_object(options: &ConvertOptions, url: &Url) -> anyhow::Result<(
     }
     let staging = Staging::new()?;
     let staged = ConvertOptions { name: Name(staging.path().into()), ..options.clone() };
-    let named = |error| named_as(error, &staging.path(), url);
+    let named = |error| named_as(remote::of_staging(error), &staging.path(), url);
     let (counters, length, _) = convert(&staged, None).map_err(named)?;
     let most = staging.file().metadata()?.len();
     tell_object(options, url, staging.follow(url, most, true, interrupt::stop())?.finish()?)?;

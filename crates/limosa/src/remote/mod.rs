@@ -9,7 +9,10 @@ mod without_client;
 #[cfg(feature = "remote")]
 mod writing;
 
+use std::error::Error;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::bail;
 use limosa_console::{quantity, say};
@@ -29,6 +32,20 @@ pub(crate) use self::writing::{ObjectStream, Staging, Url, check, target};
 pub(crate) fn staging_folder() -> PathBuf {
     let folder = std::env::var_os("TMPDIR").filter(|folder| !folder.is_empty());
     folder.map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from)
+}
+
+/// Adds to the error of a full disk which disk that is: an object's name alone would have people look in the store.
+pub(crate) fn of_staging(error: anyhow::Error) -> anyhow::Error {
+    let kind = |cause: &(dyn Error + 'static)| {
+        let shared = || cause.downcast_ref::<Arc<io::Error>>().map(|cause| cause.kind());
+        cause.downcast_ref::<io::Error>().map(io::Error::kind).or_else(shared)
+    };
+    let is_full = |kind| matches!(kind, ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+    if !error.chain().filter_map(kind).any(is_full) {
+        return error;
+    }
+    let folder = staging_folder();
+    error.context(format!("{}: has no room for the image, which is made there (set TMPDIR)", folder.display()))
 }
 
 /// The end of an upload.
