@@ -3,9 +3,9 @@
 use limosa_testkit::{Machine, Vm};
 use serde_json::json;
 
-use crate::ends::{assert_is_back, listen, start_receive, start_send};
+use crate::ends::{start_receive, start_send};
 use crate::needs_qemu;
-use crate::scene::{Scene, assert_failed, beat, saved_beat};
+use crate::scene::{Scene, assert_arrived, assert_failed, beat, listen, saved_beat};
 use crate::stage::channels::free_port;
 use crate::stage::{load_in_stock_qemu, wait_for};
 
@@ -42,7 +42,7 @@ fn a_stored_vm_migrates_to_qemu_on_several_channels() {
             let report = start_send(&scene, &saved.snapshot, &uri, &more).wait().json();
             assert_eq!((&report["mode"], &report["answered"]), (&json!("precopy"), &json!(!one_way)), "{report}");
             assert!(report["pages"]["normal"].as_u64().unwrap() > 4096, "{report}");
-            assert_is_back(&vm, &saved);
+            assert_arrived(&vm, &saved);
         }
     }
     scene.assert_tidy();

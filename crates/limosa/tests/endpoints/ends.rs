@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use limosa_testkit::{Heartbeat, Machine, Vm};
 use serde_json::json;
 
-use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, load_ballast, text, wait_said};
+use crate::scene::{Scene, assert_ballast, assert_consistent, load_ballast, text, wait_said};
 use crate::stage::{Program, SOON, start_command, wait_for};
 
 /// The real limosa, for shells.
@@ -70,19 +70,6 @@ pub(crate) fn assert_runs_on(source: &Vm) {
     source.wait_run_state("running", SOON).unwrap();
     assert_consistent(source);
     assert_ballast(source);
-}
-
-/// Makes a destination listen at `uri`.
-pub(crate) fn listen(vm: &Vm, uri: &str) {
-    vm.execute("migrate-incoming", json!({ "uri": uri, "exit-on-error": false })).unwrap();
-}
-
-/// Expects the very instant that was saved, running on.
-#[track_caller]
-pub(crate) fn assert_is_back(vm: &Vm, saved: &Saved) {
-    vm.wait_migrated().unwrap();
-    vm.wait_run_state("paused", SOON).unwrap();
-    saved.assert_is_back(vm);
 }
 
 pub(crate) fn start_send(scene: &Scene, snapshot: &Path, uri: &str, more: &[&str]) -> Program {

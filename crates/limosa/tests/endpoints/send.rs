@@ -6,11 +6,11 @@ use std::os::unix::net::UnixStream;
 use limosa_testkit::{Machine, Vm};
 use serde_json::{Value, json};
 
-use crate::ends::{LIMOSA, assert_is_back, listen, migrate, source, start_send, start_with_input};
+use crate::ends::{LIMOSA, migrate, source, start_send, start_with_input};
 use crate::needs_qemu;
 use crate::scene::{
-    Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, in_huge_pages, migration_status,
-    release, saved_beat, text, wait_guest, wait_migration_status,
+    Saved, Scene, TRICKLE, assert_arrived, assert_ballast, assert_consistent, assert_failed, beat, in_huge_pages,
+    listen, migration_status, release, saved_beat, text, wait_guest, wait_migration_status,
 };
 use crate::stage::channels::free_port;
 use crate::stage::{SOON, names, wait_for};
@@ -35,7 +35,7 @@ fn a_stored_vm_migrates_to_qemu_over_tcp_and_over_a_unix_socket() {
         let report = start_send(&scene, &saved.snapshot, &uri, more).wait().json();
         assert_eq!((&report["mode"], &report["answered"]), (&json!("precopy"), &json!(!one_way)), "{report}");
         assert!(report["pages"]["normal"].as_u64().unwrap() > 4096, "{report}");
-        assert_is_back(&vm, &saved);
+        assert_arrived(&vm, &saved);
     }
     scene.assert_tidy();
 }
@@ -52,12 +52,12 @@ fn a_stored_vm_comes_through_an_inherited_socket_and_out_of_a_command_that_qemu_
     listen(&vm, "fd:in");
     let limosa = start_with_input(&scene, &["send", text(&saved.snapshot), "fd:0", "--json"], ours.into());
     assert_eq!(limosa.wait().json()["answered"], true);
-    assert_is_back(&vm, &saved);
+    assert_arrived(&vm, &saved);
 
     for to in ["-", "fd:1"] {
         let vm = beat().start_incoming_stopped().unwrap();
         listen(&vm, &format!("exec:{LIMOSA} send {} {to}", saved.snapshot.display()));
-        assert_is_back(&vm, &saved);
+        assert_arrived(&vm, &saved);
     }
 }
 
@@ -72,7 +72,7 @@ fn a_sent_vm_is_recorded_by_a_command_and_loads_from_the_recording() {
     assert_eq!(report["answered"], false);
     let vm = beat().start_incoming_stopped().unwrap();
     listen(&vm, &format!("exec:cat {}", stream.display()));
-    assert_is_back(&vm, &saved);
+    assert_arrived(&vm, &saved);
 }
 
 /// Postcopy to a QEMU of this machine at `uri`, with most of the memory under way for long.
@@ -145,7 +145,7 @@ fn a_recorded_stream_is_sent_as_it_is() {
     assert_eq!(ended.json()["answered"], true);
     vm.wait_migrated().unwrap();
     let (beat, lap) = (source.check_heartbeat().unwrap(), source.last_pass().unwrap());
-    assert_is_back(&vm, &Saved { snapshot: stream.clone(), beat, lap });
+    assert_arrived(&vm, &Saved { snapshot: stream.clone(), beat, lap });
     assert_eq!(names(stream.parent().unwrap()), before);
     start_send(&scene, &stream, &uri, &["--mode", "postcopy"]).wait().one_line(&["limosa import"]);
     scene.assert_tidy();

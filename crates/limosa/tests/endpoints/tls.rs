@@ -7,13 +7,11 @@ use std::path::{Path, PathBuf};
 use limosa_testkit::{Authority, Machine, TlsEnd, Validity, Vm};
 use serde_json::json;
 
-use crate::ends::{
-    assert_is_back, assert_is_the_instant_of, assert_runs_on, listen, migrate, source, start_receive, start_send,
-};
+use crate::ends::{assert_is_the_instant_of, assert_runs_on, migrate, source, start_receive, start_send};
 use crate::needs_qemu;
 use crate::scene::{
-    Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, migration_status, release, saved_beat,
-    small_beat, text, wait_guest, wait_said,
+    Scene, TRICKLE, assert_arrived, assert_ballast, assert_consistent, assert_failed, beat, listen, migration_status,
+    release, saved_beat, small_beat, text, wait_guest, wait_said,
 };
 use crate::stage::channels::free_port;
 use crate::stage::{SOON, load_in_stock_qemu, wait_for};
@@ -130,7 +128,7 @@ fn a_stored_vm_migrates_to_qemu_over_tls_on_one_channel_and_on_several() {
         }
         let report = start_send(&scene, &saved.snapshot, &uri, &more).wait().json();
         assert_eq!(report["answered"], json!(!one_way), "{report}");
-        assert_is_back(&vm, &saved);
+        assert_arrived(&vm, &saved);
     }
     scene.assert_tidy();
 }

@@ -274,7 +274,7 @@ fn a_watchdog_that_has_no_place_to_meet_qemu_says_so_and_a_recovery_needs_none()
     limosa.signal(Signal::KILL);
     wait_gone(watchdog);
     let said = limosa.wait().stderr;
-    assert!(said.contains("cannot be continued") && said.contains("--listen"), "{said}");
+    assert!(said.contains("cannot continue it") && said.contains("--listen"), "{said}");
     scene.restore(&vm, &["--recover"]).wait().success();
     vm.assert_beats(&scene.machine);
     scene.assert_tidy();

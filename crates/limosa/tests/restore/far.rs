@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use limosa_testkit::{BUCKET, HttpProxy, ObjectServer, ObjectServerKind};
+use limosa_testkit::{BUCKET, HttpProxy, Machine, ObjectServer, ObjectServerKind};
 use serde_json::Value;
 
 use crate::scene::{Saved, Scene, beat, saved_beat, text};
@@ -20,8 +20,13 @@ pub(crate) struct Far {
 
 impl Far {
     pub(crate) fn new() -> Self {
+        Self::of(&beat())
+    }
+
+    /// The guest that this machine runs.
+    pub(crate) fn of(machine: &Machine) -> Self {
         let scene = Scene::new();
-        let saved = saved_beat(&scene, &beat(), &[]);
+        let saved = saved_beat(&scene, machine, &[]);
         let server = ObjectServer::start(ObjectServerKind::S3s).unwrap();
         let proxy = HttpProxy::start(server.address()).unwrap();
         Self { scene, saved, server, proxy }

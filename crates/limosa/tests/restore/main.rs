@@ -10,6 +10,10 @@ mod stage;
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod destination;
 
+#[path = "../stage/clones.rs"]
+#[allow(unreachable_pub, reason = "it is shared with other test programs")]
+mod clone_scene;
+
 mod scene;
 
 mod channels;
@@ -28,7 +32,10 @@ mod mapped_pages;
 mod packed;
 mod refusals;
 mod remote;
+mod remote_first;
 mod remote_made;
+mod remote_room;
+mod remote_uses;
 mod run_state;
 mod steered;
 mod working_set;

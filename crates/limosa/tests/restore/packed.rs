@@ -9,17 +9,10 @@ use serde_json::json;
 use crate::destination::mapped;
 use crate::needs_qemu;
 use crate::scene::{
-    Saved, Scene, TRICKLE, assert_ballast, assert_consistent, assert_failed, beat, control, load_ballast_part, release,
-    saved_beat, text, wait_guest,
+    ENCRYPTED, Saved, Scene, TRICKLE, assert_arrived, assert_ballast, assert_consistent, assert_failed, beat, control,
+    listen, load_ballast_part, release, saved_beat, text, wait_guest,
 };
 use crate::stage::{Ended, assert_beats, start_command, wait_gone, watchdog_left_by};
-
-/// The options that open an encrypted snapshot; its key is in a file of the scene.
-fn key(scene: &Scene) -> [String; 4] {
-    let file = scene.path("key");
-    std::fs::write(&file, "a long and secret sentence").unwrap();
-    ["--object".into(), format!("secret,id=s,file={}", text(&file)), "--key-secret".into(), "s".into()]
-}
 
 fn run(scene: &Scene, words: &[&str]) -> Ended {
     start_command(scene.command(words)).wait()
@@ -35,14 +28,14 @@ fn pack(scene: &Scene, snapshot: &Path, name: &str, how: &[&str]) -> PathBuf {
 
 /// A saved guest, and it packed in every way: plain, encrypted, on a base, encrypted on a base.
 fn packed_in_all_ways(scene: &Scene) -> (Saved, Vec<(PathBuf, Vec<String>)>) {
-    let (machine, key) = (beat(), key(scene));
-    let key: Vec<&str> = key.iter().map(String::as_str).collect();
+    let (machine, key) = (beat(), scene.key());
+    let key = key.each_ref().map(String::as_str);
     let source = machine.start().unwrap();
     source.wait_heartbeats(1).unwrap();
     let first = scene.save(&source, "first", &[]);
     drop(source);
     let saved = saved_beat(scene, &machine, &[]);
-    let secret = [&key[..], &["--encrypt", "--iter-time", "1ms"]].concat();
+    let secret = [&key[..], &ENCRYPTED].concat();
     pack(scene, &first, "base.qcow2", &[]);
     pack(scene, &first, "secret-base.qcow2", &secret);
     let (base, secret_base) = (scene.path("base.qcow2"), scene.path("secret-base.qcow2"));
@@ -135,7 +128,7 @@ fn chain_of_eight(scene: &Scene, key: &[&str]) -> (Saved, PathBuf) {
 fn a_guest_comes_back_from_eight_images_lazily_and_eagerly() {
     needs_qemu!();
     let scene = Scene::new();
-    let key = key(&scene);
+    let key = scene.key();
     let key: Vec<&str> = key.iter().map(String::as_str).collect();
     let (saved, top) = chain_of_eight(&scene, &key);
     let shown = run(&scene, &[&["inspect", "--json", text(&top)], &key[..]].concat()).json();
@@ -211,7 +204,9 @@ fn a_packed_snapshot_is_shown_compared_exported_and_sent() {
     let sent = scene.path("sent.stream");
     let target = format!("exec:cat > {}", text(&sent));
     with_key(&["send", "--one-way", text(increment), &target]).success();
-    assert!(std::fs::metadata(sent).unwrap().len() > 16 << 20);
+    let destination = beat().start_incoming_stopped().unwrap();
+    listen(&destination, &format!("exec:cat {}", text(&sent)));
+    assert_arrived(&destination, &saved);
 }
 
 #[test]
@@ -219,11 +214,10 @@ fn what_a_packed_snapshot_cannot_do_is_refused_with_the_way_out() {
     needs_qemu!();
     let scene = Scene::new();
     let saved = saved_beat(&scene, &beat(), &[]);
-    let key = key(&scene);
-    let key: Vec<&str> = key.iter().map(String::as_str).collect();
+    let key = scene.key();
+    let key = key.each_ref().map(String::as_str);
     let plain = pack(&scene, &saved.snapshot, "plain.qcow2", &[]);
-    let secret =
-        pack(&scene, &saved.snapshot, "secret.qcow2", &[&key[..], &["--encrypt", "--iter-time", "1ms"]].concat());
+    let secret = pack(&scene, &saved.snapshot, "secret.qcow2", &[&key[..], &ENCRYPTED].concat());
     let says = |words: &[&str], what: &[&str]| assert_failed(&run(&scene, words), what);
     says(&["snapshot", "seal", text(&plain)], &["is packed", "limosa unpack"]);
     says(&["inspect", "--qemu-args", text(&plain)], &["is packed", "limosa unpack"]);

@@ -16,6 +16,12 @@ use crate::stage::{Ended, Program, SOON, assert_beats, names, save, start_comman
 /// A rate so low that pages that were not requested do not arrive before the test allows them.
 pub(crate) const TRICKLE: [&str; 2] = ["--max-bandwidth", "4K"];
 
+/// The passphrase of encrypted snapshots.
+pub(crate) const PASSPHRASE: &str = "a long and secret sentence";
+
+/// The options that encrypt a snapshot, in a short time.
+pub(crate) const ENCRYPTED: [&str; 3] = ["--encrypt", "--iter-time", "1ms"];
+
 /// The folder of one test; limosa's temporary directory is in it, so that leftovers are seen.
 #[derive(Debug)]
 pub(crate) struct Scene {
@@ -66,6 +72,13 @@ impl Scene {
         let durability: &[&str] = if more.contains(&"--stop") { &[] } else { &["--no-sync"] };
         save(vm, &snapshot, &[durability, more].concat());
         snapshot
+    }
+
+    /// The options that open an encrypted snapshot; its key is in a file of the scene.
+    pub(crate) fn key(&self) -> [String; 4] {
+        let file = self.path("key");
+        std::fs::write(&file, PASSPHRASE).unwrap();
+        ["--object".into(), format!("secret,id=s,file={}", text(&file)), "--key-secret".into(), "s".into()]
     }
 
     /// Expects that limosa has left nothing in its temporary directory.
@@ -162,7 +175,8 @@ pub(crate) fn assert_ballast(vm: &Vm) {
     }
 }
 
-fn ballast() -> Vec<u8> {
+/// All of the ballast.
+pub(crate) fn ballast() -> Vec<u8> {
     let words = (1_u64..).map(|number| number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29) | 1);
     words.take(usize::try_from((BALLAST.end - BALLAST.start) / 8).unwrap()).flat_map(u64::to_le_bytes).collect()
 }
@@ -215,6 +229,19 @@ impl Saved {
         let whole = vm.serial().lines()[0].text.len() == 8;
         assert_eq!(first, self.lap + if whole { 1 } else { 2 }, "{:?}", vm.serial().lines());
     }
+}
+
+/// Makes a destination listen at `uri`.
+pub(crate) fn listen(vm: &Vm, uri: &str) {
+    vm.execute("migrate-incoming", json!({ "uri": uri, "exit-on-error": false })).unwrap();
+}
+
+/// Expects a destination that listened to have the very instant that was saved, running on.
+#[track_caller]
+pub(crate) fn assert_arrived(vm: &Vm, saved: &Saved) {
+    vm.wait_migrated().unwrap();
+    vm.wait_run_state("paused", SOON).unwrap();
+    saved.assert_is_back(vm);
 }
 
 /// Expects memory of one instant now, beats, and memory of one instant again.
