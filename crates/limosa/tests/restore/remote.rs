@@ -35,8 +35,12 @@ fn a_guest_comes_back_from_a_store_lazily_and_eagerly() {
     let encrypted = far.packed("secret.qcow2", &[&key[..], &ENCRYPTED].concat());
     let increment = far.packed("increment.qcow2", &["--base", text(&base)]);
     let plain = far.put(&far.saved.snapshot, "plain");
-    for (url, key) in [(&packed, &[][..]), (&encrypted, &key), (&increment, &[]), (&plain, &[])] {
-        for memory in [&["--memory", "lazy"][..], &["--memory", "eager"], &["--channels", "2"], &[]] {
+    let all = [&["--memory", "lazy"][..], &["--memory", "eager"], &["--channels", "2"], &[]];
+    // The store computes a digest of all of an object for each request, and a plain one is large.
+    for (url, key, ways) in
+        [(&packed, &[][..], &all[..]), (&encrypted, &key, &all), (&increment, &[], &all), (&plain, &[], &all[..2])]
+    {
+        for memory in ways.iter().copied() {
             far.forget_cache();
             let destination = beat().start_incoming().unwrap();
             let socket = destination.qmp_socket();

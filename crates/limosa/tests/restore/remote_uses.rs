@@ -1,6 +1,6 @@
 //! Snapshots in object stores where other commands than `restore` take them: they are run, cloned, and sent.
 
-use limosa_testkit::{MemoryBackend, scratch, stores_skipped};
+use limosa_testkit::{FileServer, MemoryBackend, scratch, stores_skipped};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -21,6 +21,14 @@ fn clones_of(far: &Far) -> clone_scene::Scene {
         guest: machine.heartbeat_guest().unwrap(),
         folder,
     }
+}
+
+/// The saved guest as it is, on a web server: the store computes a digest of all of an object for each request.
+fn plain_of(far: &Far) -> (FileServer, String) {
+    far.put(&far.saved.snapshot, "plain");
+    let web = FileServer::start(&far.server.folder()).unwrap();
+    let url = format!("http://{}/plain", web.address());
+    (web, url)
 }
 
 /// Runs a snapshot by `limosa run -v`, and expects its guest to go on where it was. Returns what limosa has said.
@@ -56,7 +64,7 @@ fn a_packed_snapshot_is_run_from_a_file_and_from_a_store() {
         let said = assert_runs(&far, &scene, number as u64, &[&key[..], &[name]].concat());
         assert_eq!(said.contains("  object store: "), name == increment, "{said}");
     }
-    let plain = far.put(&far.saved.snapshot, "plain");
+    let (_web, plain) = plain_of(&far);
     assert_runs(&far, &scene, 2, &[&plain]);
     far.scene.assert_tidy();
 }
@@ -102,7 +110,8 @@ fn a_vm_in_a_store_is_sent_to_a_qemu_that_waits_for_it() {
         return;
     }
     let far = Far::new();
-    let (packed, plain) = (far.packed("vm.qcow2", &[]), far.put(&far.saved.snapshot, "vm"));
+    let packed = far.packed("vm.qcow2", &[]);
+    let (_web, plain) = plain_of(&far);
     let socket = format!("unix:{}", text(&far.scene.path("in.sock")));
     for url in [&packed, &plain] {
         far.forget_cache();
