@@ -172,7 +172,8 @@ fn linux_that_needs_its_memory_while_its_store_is_gone_waits_and_misses_nothing(
     let machine = Machine::linux(LinuxGuest::default()).balloon();
     let source = machine.start().unwrap();
     source.wait_counts(3).unwrap();
-    source.shell("mkdir /big; dd if=/dev/urandom of=/big/file bs=1M count=16 2>/dev/null").unwrap();
+    // More than what is fetched ahead while the guest begins.
+    source.shell("mkdir /big; dd if=/dev/urandom of=/big/file bs=1M count=64 2>/dev/null").unwrap();
     let sum = source.shell("md5sum /big/file").unwrap();
     let url = "s3://bucket/linux.qcow2";
     let socket = source.qmp_socket();
@@ -182,8 +183,7 @@ fn linux_that_needs_its_memory_while_its_store_is_gone_waits_and_misses_nothing(
     drop(source);
 
     far.proxy.set_latency(LATENCY);
-    // So slow at first that most of it is still to come when the store goes.
-    far.proxy.set_rate(Some(1 << 20));
+    far.proxy.set_rate(Some(RATE));
     let destination = machine.start_incoming().unwrap();
     let socket = destination.qmp_socket();
     let words = ["restore", url, "--qmp", text(&socket), "--memory", "lazy", "--run"];
@@ -199,7 +199,6 @@ fn linux_that_needs_its_memory_while_its_store_is_gone_waits_and_misses_nothing(
         let reading = scope.spawn(|| destination.shell_within("md5sum /big/file", SOON).unwrap());
         std::thread::sleep(outage());
         assert!(!reading.is_finished() && limosa.is_running(), "{}", limosa.stderr());
-        far.proxy.set_rate(Some(RATE));
         far.server.resume().unwrap();
         assert_eq!(reading.join().unwrap(), sum);
     });
