@@ -170,8 +170,8 @@ fn kept<'a>(entries: impl Iterator<Item = &'a SnapshotEntry>, retention: &Retent
                 kept.extend(copies.iter().map(|entry| &entry.name));
             }
         }
-        // If the times that were recorded are wrong, that of the file is not.
-        kept.extend(entries.iter().max_by_key(|entry| entry.written).map(|entry| &entry.name));
+        // If the times that were recorded are wrong, that of the file is not. A store has it in whole seconds.
+        kept.extend(entries.iter().max_by_key(|entry| (entry.written, entry.saved)).map(|entry| &entry.name));
     }
     kept
 }
