@@ -24,7 +24,7 @@ use crate::machine::Machine;
 use crate::measure::{Measured, Stopwatch};
 use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib, ratio};
-use crate::restore::runs::TO_BEAT;
+use crate::restore::runs::{TO_BEAT, TO_WORK};
 use crate::scratch::Scratch;
 use crate::stored::{Stored, ask, wait_answer, wait_beat};
 use crate::vm::{Ram, Role, Vm};
@@ -43,8 +43,6 @@ const BY_QEMU: &str = "QEMU through zstd -3";
 const FILE: &str = "file_kib";
 /// Microseconds that the VM was stopped.
 const PAUSE: &str = "pause_us";
-/// Microseconds until the guest has done its work.
-const TO_WORK: &str = "to_work_us";
 
 /// The names of the cases.
 struct Cases {

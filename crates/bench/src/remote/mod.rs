@@ -14,12 +14,12 @@ mod targets;
 use anyhow::{Result, ensure};
 
 use self::rates::{Direction, Rates};
-use self::restores::{Image, Method, TO_WORK};
+use self::restores::{Image, Method};
 use crate::frame::{Contestant, Frame, Series, in_parts, interleave};
 use crate::machine::Machine;
 use crate::options::Options;
 use crate::report::{NOT_RUN, Report, gib_or_mib};
-use crate::restore::runs::TO_BEAT;
+use crate::restore::runs::{TO_BEAT, TO_WORK};
 use store::{Far, Store};
 
 /// Latencies of the line, in milliseconds.

@@ -17,13 +17,10 @@ use crate::limosa::Prepared;
 use crate::measure::{Measured, Stopwatch};
 use crate::options::Options;
 use crate::raw::children_cpu;
-use crate::restore::runs::TO_BEAT;
+use crate::restore::runs::{TO_BEAT, TO_WORK};
 use crate::scratch::Scratch;
 use crate::stored::{Stored, ask, wait_answer, wait_beat};
 use crate::vm::{Ram, Role, Vm};
-
-/// Microseconds until the guest has done its work.
-pub(super) const TO_WORK: &str = "to_work_us";
 
 /// The guest's work.
 const TASK: Task = Task::WriteScattered;

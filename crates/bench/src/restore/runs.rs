@@ -33,6 +33,8 @@ pub(crate) enum RestoreMethod {
 pub(super) const TO_GUEST: &str = "to_guest_us";
 /// Microseconds until its first beat arrived.
 pub(crate) const TO_BEAT: &str = "to_beat_us";
+/// Microseconds until the guest has done its work.
+pub(crate) const TO_WORK: &str = "to_work_us";
 /// MiB of pages with content per second until all memory was there.
 pub(super) const RATE: &str = "rate_mib_s";
 
