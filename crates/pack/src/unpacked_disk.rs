@@ -4,7 +4,7 @@
 //! cluster of the chain. What was unpacked is kept in a cache of [`CACHE`] bytes; a read of several blocks, and one
 //! that continues where the last one ended, has further blocks unpacked by threads meanwhile. A block that cannot be
 //! unpacked is an error of each read that needs it, and never zeros. **A read waits for one attempt**: who waits for a
-//! block that somebody else unpacks gets the error of that attempt, since a store that is gone is waited for in each.
+//! block that another thread unpacks gets the error of that attempt, since a store that is gone is waited for in each.
 //! The error is not kept: a later read makes an attempt of its own, and the store may be back.
 
 use std::collections::hash_map::Entry;
@@ -225,7 +225,7 @@ impl Shared {
         }
     }
 
-    /// Unpacks a block that nobody unpacks, and keeps it.
+    /// Unpacks a block that no thread unpacks, and keeps it.
     fn unpack(&self, mut blocks: MutexGuard<'_, Blocks>, index: u64) -> Result<Buffer, ImageError> {
         let failure = Failure::default();
         blocks.known.insert(index, Block::Pending(Arc::clone(&failure)));

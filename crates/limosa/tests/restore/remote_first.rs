@@ -53,7 +53,7 @@ fn inner(mut places: Vec<u64>, image: &Path) -> Vec<u64> {
     places
 }
 
-/// Where a packed file has these pages, those that it stores as they are.
+/// Places of these pages in a packed file, of those that it stores as they are.
 fn places(file: &Path, memory: &[u8]) -> Vec<u64> {
     let page = usize::try_from(PAGE_SIZE).unwrap();
     let bytes = std::fs::read(file).unwrap();

@@ -204,8 +204,8 @@ impl Blocks {
         self.begin(&mut state);
     }
 
-    /// Whether all blocks of a range are in memory. Those that are not are demanded, as by a read that nobody waits
-    /// for.
+    /// Whether all blocks of a range are in memory. Those that are not are demanded, as by a read, and not
+    /// waited for.
     pub(super) fn is_near(self: &Arc<Self>, range: &Range<u64>) -> bool {
         let size = self.block_size();
         let (mut is_near, mut is_missing) = (true, false);

@@ -17,8 +17,8 @@ const SLACK: u64 = 8;
 /// Blocks in order that make a reader sequential.
 const PROOF: u64 = 4;
 
-/// Blocks before the next one that a reader is judged by: whoever looks for tables here and there in the beginning of
-/// an image reads near places as well, and few of the blocks between them.
+/// Blocks before the next one that a reader is judged by: a search for tables in the beginning of an image reads near
+/// places as well, and few of the blocks between them.
 const JUDGED: u32 = u64::BITS;
 
 /// The readers.

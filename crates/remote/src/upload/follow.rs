@@ -13,11 +13,11 @@ use std::time::Duration;
 use std::{fmt, io};
 
 use limosa_page::to_usize;
-use limosa_storage::{Buffer, Operation, Storage, StorageError, block_on};
+use limosa_storage::{Operation, Storage, StorageError};
 
 use super::record::digest;
 use super::session::Stopper;
-use super::{Upload, UploadOptions, Uploaded, is_unknown_upload, upload};
+use super::{Upload, UploadOptions, Uploaded, is_unknown_upload, read_part, upload};
 use crate::url::ObjectUrl;
 
 /// How often the file is asked for its length.
@@ -29,7 +29,7 @@ const AT_WORK: u64 = 16 << 20;
 
 /// A file that is uploaded while it is written. If it is dropped the upload ends as one that has failed.
 pub struct FollowedFile {
-    /// Told when the file is written; dropped without that if the file is of no use.
+    /// Gets a message when the file is written; closed without one if the file is of no use.
     written: Option<Sender<()>>,
     thread: Option<JoinHandle<Result<Uploaded, StorageError>>>,
     stopper: Stopper,
@@ -56,7 +56,7 @@ pub fn follow(
         file: Arc::clone(&file),
         most,
         sent: BTreeMap::new(),
-        told: is_written,
+        written: is_written,
         is_written: false,
     };
     let (url, options) = (url.clone(), options.clone());
@@ -83,7 +83,7 @@ impl FollowedFile {
     /// As [`upload`]; those of a part that was sent meanwhile.
     pub fn finish(mut self) -> Result<Uploaded, StorageError> {
         if let Some(written) = self.written.take() {
-            // A thread that has failed is not told.
+            // A thread that has failed receives nothing.
             let _ = written.send(());
         }
         self.join()
@@ -138,7 +138,8 @@ struct Following {
     most: u64,
     /// The digests of parts.
     sent: BTreeMap<usize, String>,
-    told: Receiver<()>,
+    /// The message that the file is written.
+    written: Receiver<()>,
     is_written: bool,
 }
 
@@ -196,7 +197,7 @@ impl Following {
     /// Waits until the file is written, but no longer than this. Fails if it is of no use.
     fn is_written(&mut self, pause: Duration) -> Result<bool, StorageError> {
         if !self.is_written {
-            match self.told.recv_timeout(pause) {
+            match self.written.recv_timeout(pause) {
                 Ok(()) => self.is_written = true,
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
@@ -209,13 +210,9 @@ impl Following {
         Ok(self.is_written)
     }
 
-    /// Reads a part of a file of this length.
+    /// Reads a part of the file, which has this length.
     fn read(&self, index: usize, length: u64) -> Result<Vec<u8>, StorageError> {
-        let size = self.upload.part_size();
-        let start = (index as u64).saturating_mul(size);
-        let buffer = Buffer::zeroed(to_usize(size.min(length.saturating_sub(start))));
-        block_on(self.file.read(start, buffer.clone().into()))?;
-        Ok(buffer.to_vec())
+        read_part(&*self.file, self.upload.part_size(), index, length)
     }
 
     fn send(&mut self, index: usize, part: Vec<u8>, digest: String) -> Result<(), StorageError> {

@@ -246,14 +246,18 @@ fn upload_once(source: &Arc<dyn Storage>, url: &ObjectUrl, options: &UploadOptio
     let length = source.length()?;
     let mut upload = Upload::begin(url, length, options)?;
     let size = upload.part_size();
-    let mut at = 0;
-    while at < length {
-        let buffer = Buffer::zeroed(to_usize(size.min(length - at)));
-        block_on(source.read(at, buffer.clone().into()))?;
-        upload.put(buffer.to_vec())?;
-        at += size;
+    for index in 0..to_usize(length.div_ceil(size)) {
+        upload.put(read_part(&**source, size, index, length)?)?;
     }
     upload.finish()
+}
+
+/// Reads a part of a storage of this length that is divided into parts of `size` bytes.
+fn read_part(source: &dyn Storage, size: u64, index: usize, length: u64) -> Result<Vec<u8>, StorageError> {
+    let start = (index as u64).saturating_mul(size);
+    let buffer = Buffer::zeroed(to_usize(size.min(length.saturating_sub(start))));
+    block_on(source.read(start, buffer.clone().into()))?;
+    Ok(buffer.to_vec())
 }
 
 /// Whether the store does not know an upload that was to be continued. Its record is gone then.

@@ -8,7 +8,7 @@ use limosa_remote::{Existing, FollowedFile, UploadOptions, follow};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use limosa_testkit::{HttpFault, ObjectServerKind, stores_skipped, wait_for};
 
-use crate::{Bed, memory, pattern, read, said, store, url};
+use crate::{Bed, contents, memory, pattern, said, url};
 
 const MIB: usize = 1 << 20;
 
@@ -37,10 +37,13 @@ fn parts_sent(bed: &Bed) -> usize {
     bed.proxy.take_requests().iter().filter(|request| request.target.contains("partNumber=")).count()
 }
 
-fn contents(bed: &Bed) -> Option<Vec<u8>> {
-    let options = limosa_remote::RemoteOptions::default().store(store(bed.server.address()));
-    let object = limosa_remote::RemoteObject::open(&url("k"), &options).ok()?;
-    Some(read(&*object, 0, usize::try_from(object.length().unwrap()).unwrap()).unwrap())
+/// Waits for this number of requests with parts of a file that is not whole.
+fn wait_parts(bed: &Bed, count: usize) {
+    let mut sent = 0;
+    wait_for("parts of a file that is not whole", || {
+        sent += parts_sent(bed);
+        (sent == count).then_some(())
+    });
 }
 
 #[test]
@@ -52,12 +55,8 @@ fn parts_are_sent_while_the_file_grows_and_again_if_they_are_changed() {
         let bed = Bed::new(kind);
         let mut bytes = pattern(70, 42 * MIB + 17);
         let growing = Growing::new(&bed.uploading());
-        let mut early = 0;
         growing.write(0, &bytes[..31 * MIB]);
-        wait_for("parts of a file that is not whole", || {
-            early += parts_sent(&bed);
-            (early == 2).then_some(())
-        });
+        wait_parts(&bed, 2);
         growing.write(31 * MIB, &bytes[31 * MIB..]);
         // A table in the third part, and the header.
         for at in [12 * MIB + 5, 0] {
@@ -69,7 +68,7 @@ fn parts_are_sent_while_the_file_grows_and_again_if_they_are_changed() {
         // Nine parts; and the third again if it was sent by then.
         let again = done.counters.bytes - bytes.len() as u64;
         assert!([0, 5 << 20].contains(&again), "{again} bytes were sent again");
-        assert!(contents(&bed).unwrap() == bytes, "{kind:?}");
+        assert!(contents(&bed, "k").unwrap() == bytes, "{kind:?}");
     }
 }
 
@@ -82,16 +81,12 @@ fn a_part_that_was_sent_and_is_changed_is_sent_again() {
     let mut bytes = pattern(71, 40 * MIB);
     let growing = Growing::new(&bed.uploading());
     growing.write(0, &bytes);
-    let mut early = 0;
-    wait_for("parts of a file that is not whole", || {
-        early += parts_sent(&bed);
-        (early == 3).then_some(())
-    });
+    wait_parts(&bed, 3);
     bytes[6 * MIB] ^= 1;
     growing.write(6 * MIB, &bytes[6 * MIB..=6 * MIB]);
     let done = growing.followed.finish().unwrap();
     assert_eq!((done.counters.parts, done.counters.bytes), (8, (45 * MIB) as u64));
-    assert!(contents(&bed).unwrap() == bytes);
+    assert!(contents(&bed, "k").unwrap() == bytes);
 }
 
 #[test]
@@ -106,7 +101,7 @@ fn a_file_of_any_length_is_whole() {
         growing.write(0, &bytes);
         let done = growing.followed.finish().unwrap();
         assert_eq!(done.length, length as u64);
-        assert!(contents(&bed).unwrap() == bytes, "{length}");
+        assert!(contents(&bed, "k").unwrap() == bytes, "{length}");
     }
 }
 
@@ -122,7 +117,7 @@ fn a_file_that_is_given_up_leaves_nothing() {
     wait_for("parts", || (parts_sent(&bed) > 0).then_some(()));
     let error = growing.followed.give_up();
     assert!(said(&error).ends_with("the upload was cancelled"), "{}", said(&error));
-    assert_eq!(contents(&bed), None);
+    assert_eq!(contents(&bed, "k"), None);
     let aborts = bed.proxy.take_requests().iter().filter(|request| request.method == "DELETE").count();
     assert_eq!((aborts, std::fs::read_dir(records.path().join("uploads")).unwrap().count()), (1, 0));
 }
@@ -138,11 +133,7 @@ fn a_cancelled_one_with_a_record_is_continued() {
     let bytes = pattern(74, 40 * MIB);
     let cancelled = Growing::new(&options);
     cancelled.write(0, &bytes);
-    let mut sent = 0;
-    wait_for("parts", || {
-        sent += parts_sent(&bed);
-        (sent == 3).then_some(())
-    });
+    wait_parts(&bed, 3);
     options.cancelled.store(true, Ordering::Relaxed);
     let error = cancelled.followed.give_up();
     assert!(said(&error).ends_with("the upload was cancelled; the same one continues it"), "{}", said(&error));
@@ -150,7 +141,7 @@ fn a_cancelled_one_with_a_record_is_continued() {
     growing.write(0, &bytes);
     let done = growing.followed.finish().unwrap();
     assert_eq!((done.counters.resumed, done.counters.parts), (3, 8));
-    assert!(contents(&bed).unwrap() == bytes);
+    assert!(contents(&bed, "k").unwrap() == bytes);
 }
 
 #[test]
@@ -181,7 +172,7 @@ fn one_that_the_store_has_forgotten_is_begun_again() {
     growing.write(0, &bytes);
     let done = growing.followed.finish().unwrap();
     assert_eq!((done.counters.resumed, done.counters.parts), (0, 8));
-    assert!(contents(&bed).unwrap() == bytes);
+    assert!(contents(&bed, "k").unwrap() == bytes);
 }
 
 #[test]
@@ -194,14 +185,10 @@ fn a_file_that_becomes_shorter_has_no_tail_in_the_object() {
     for left in [3 * MIB, 11 * MIB, 22 * MIB] {
         let growing = Growing::new(&bed.uploading().existing(Existing::Replace));
         growing.write(0, &bytes);
-        let mut early = 0;
-        wait_for("parts", || {
-            early += parts_sent(&bed);
-            (early == 3).then_some(())
-        });
+        wait_parts(&bed, 3);
         block_on(growing.file.set_len(left as u64)).unwrap();
         assert_eq!(growing.followed.finish().unwrap().length, left as u64);
-        assert!(contents(&bed).unwrap() == bytes[..left], "{left}");
+        assert!(contents(&bed, "k").unwrap() == bytes[..left], "{left}");
     }
 }
 
@@ -216,18 +203,11 @@ fn one_that_was_killed_when_it_was_complete_has_succeeded() {
     let mut bytes = pattern(78, 40 * MIB);
     let mut unseen = options.clone();
     unseen.store.budget = Duration::from_secs(2);
-    let mut is_gone = false;
-    bed.proxy.set_faults(move |request| {
-        if is_gone {
-            return HttpFault::Drop;
-        }
-        is_gone = request.method == "POST" && request.target.contains("uploadId=");
-        if is_gone { HttpFault::LoseAnswer } else { HttpFault::None }
-    });
+    bed.lose_completion();
     let growing = Growing::new(&unseen);
     growing.write(0, &bytes);
     growing.followed.finish().unwrap_err();
-    wait_for("the object", || contents(&bed));
+    wait_for("the object", || contents(&bed, "k"));
     bed.proxy.set_faults(|_| HttpFault::None);
     // Its tables come last again: until then it is not the object.
     let again = Growing::new(&options);

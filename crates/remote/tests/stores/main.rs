@@ -15,7 +15,7 @@ use limosa_remote::{
     Environment, ObjectUrl, RemoteCounters, RemoteObject, RemoteOptions, StoreOptions, UploadOptions, Uploaded, upload,
 };
 use limosa_storage::{Buffer, MemoryStorage, Storage, StorageError, block_on};
-use limosa_testkit::{HttpProxy, ObjectServer, ObjectServerKind};
+use limosa_testkit::{HttpFault, HttpProxy, ObjectServer, ObjectServerKind};
 
 /// A server, and a proxy before it.
 pub(crate) struct Bed {
@@ -48,6 +48,18 @@ impl Bed {
         options
     }
 
+    /// Has the store see the completion of an upload, and be gone from then on.
+    pub(crate) fn lose_completion(&self) {
+        let mut is_gone = false;
+        self.proxy.set_faults(move |request| {
+            if is_gone {
+                return HttpFault::Drop;
+            }
+            is_gone = request.method == "POST" && request.target.contains("uploadId=");
+            if is_gone { HttpFault::LoseAnswer } else { HttpFault::None }
+        });
+    }
+
     /// Makes an object, without the proxy.
     pub(crate) fn put(&self, key: &str, bytes: &[u8]) -> Uploaded {
         let mut options = UploadOptions::default().store(store(self.server.address()));
@@ -67,6 +79,21 @@ pub(crate) fn store(address: std::net::SocketAddr) -> StoreOptions {
 
 pub(crate) fn url(key: &str) -> ObjectUrl {
     format!("s3://{}/{key}", limosa_testkit::BUCKET).parse().unwrap()
+}
+
+/// Returns the bytes of an object, read without the proxy; `None`: it does not exist.
+pub(crate) fn contents(bed: &Bed, key: &str) -> Option<Vec<u8>> {
+    match try_contents(bed, key) {
+        Ok(contents) => Some(contents),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+        Err(error) => panic!("{}", said(&error)),
+    }
+}
+
+pub(crate) fn try_contents(bed: &Bed, key: &str) -> Result<Vec<u8>, StorageError> {
+    let options = RemoteOptions::default().store(store(bed.server.address()));
+    let object = RemoteObject::open(&url(key), &options)?;
+    read(&*object, 0, usize::try_from(object.length()?).unwrap())
 }
 
 pub(crate) fn memory(bytes: &[u8]) -> Arc<dyn Storage> {

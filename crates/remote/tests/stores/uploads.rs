@@ -4,27 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use limosa_remote::{Existing, RemoteObject, Upload, UploadOptions, upload};
-use limosa_storage::{Storage as _, StorageError};
+use limosa_remote::{Existing, Upload, UploadOptions, upload};
 use limosa_testkit::{HttpFault, HttpRequest, ObjectServerKind, own_test, stores_skipped};
 
-use crate::{Bed, memory, pattern, read, said, store, url};
+use crate::{Bed, contents, memory, pattern, said, store, try_contents, url};
 
 const MIB: usize = 1 << 20;
-
-fn contents(bed: &Bed, key: &str) -> Option<Vec<u8>> {
-    match try_contents(bed, key) {
-        Ok(contents) => Some(contents),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
-        Err(error) => panic!("{}", said(&error)),
-    }
-}
-
-fn try_contents(bed: &Bed, key: &str) -> Result<Vec<u8>, StorageError> {
-    let options = limosa_remote::RemoteOptions::default().store(store(bed.server.address()));
-    let object = RemoteObject::open(&url(key), &options)?;
-    read(&*object, 0, usize::try_from(object.length()?).unwrap())
-}
 
 #[test]
 fn objects_of_every_length_are_written_whole() {
@@ -271,14 +256,7 @@ fn records_in(folder: &tempfile::TempDir) -> usize {
 fn complete_unseen(bed: &Bed, bytes: &[u8], options: &UploadOptions) {
     let mut options = options.clone();
     options.store.budget = Duration::from_secs(2);
-    let mut is_gone = false;
-    bed.proxy.set_faults(move |request| {
-        if is_gone {
-            return HttpFault::Drop;
-        }
-        is_gone = request.method == "POST" && request.target.contains("uploadId=");
-        if is_gone { HttpFault::LoseAnswer } else { HttpFault::None }
-    });
+    bed.lose_completion();
     upload(&memory(bytes), &url("k"), &options).unwrap_err();
     limosa_testkit::wait_for("the object", || contents(bed, "k"));
     bed.proxy.set_faults(|_| HttpFault::None);
