@@ -1,10 +1,10 @@
 //! Sequential readers among the reads of an object: a pure plan.
 //!
 //! Law: reads in no order fetch nothing ahead. A reader that continues where it was has a window of blocks fetched
-//! ahead of it, as soon as it has done that for [`PROOF`] blocks, if it has read three of four blocks that it passed;
+//! ahead of it, as soon as it has done that for [`PROOF`] blocks, if three of four blocks that it passed were read;
 //! readers in several places have one each.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 /// Readers that are remembered.
@@ -19,23 +19,24 @@ const PROOF: u64 = 4;
 
 /// Blocks before the next one that a reader is judged by: a search for tables in the beginning of an image reads near
 /// places as well, and few of the blocks between them.
-const JUDGED: u32 = u64::BITS;
+const JUDGED: u64 = 64;
 
 /// The readers.
 #[derive(Debug)]
 pub(super) struct ReadAhead {
     /// The one that has read last comes last.
     readers: VecDeque<Reader>,
+    /// Threads that overtake each other by more than [`SLACK`] are several readers of the same blocks, so each is
+    /// judged by what all have read.
+    read: RecentlyRead,
     /// Blocks ahead of a reader.
     window: u64,
 }
 
 #[derive(Debug)]
 struct Reader {
-    /// Blocks that it has passed, at most [`JUDGED`].
-    passed: u64,
-    /// Those that it has read of them: the lowest bit is the block before the next one.
-    read: u64,
+    /// The first block that it has read.
+    began: u64,
     /// The block behind the last one that it has read.
     next: u64,
     /// The block behind the last one that was fetched ahead of it.
@@ -44,23 +45,23 @@ struct Reader {
 
 impl ReadAhead {
     pub(super) fn new(window: u64) -> Self {
-        Self { readers: VecDeque::new(), window }
+        Self { readers: VecDeque::new(), read: RecentlyRead::default(), window }
     }
 
     /// Notes a read of these blocks. Returns blocks to be fetched ahead; empty: none.
     pub(super) fn note(&mut self, blocks: &Range<u64>) -> Range<u64> {
+        self.read.note(blocks);
         let near = |reader: &Reader| blocks.start.abs_diff(reader.next) <= SLACK;
         let found = self.readers.iter().position(near).and_then(|index| self.readers.remove(index));
         // One long read alone is no sequence.
         let continues = found.is_some();
-        let new = Reader { passed: 0, read: 0, next: blocks.start, ahead: blocks.start };
-        let mut reader = found.unwrap_or(new);
-        reader.pass(blocks);
+        let mut reader = found.unwrap_or(Reader { began: blocks.start, next: blocks.start, ahead: blocks.start });
+        reader.next = reader.next.max(blocks.end);
         let start = reader.ahead.max(reader.next);
         let end = reader.next.saturating_add(self.window);
         // A part of the window at a time, so that requests are long.
-        let is_due = continues && reader.is_sequential() && end.saturating_sub(start) >= (self.window / 2).max(1);
-        let wanted = if is_due { start..end } else { start..start };
+        let is_due = continues && end.saturating_sub(start) >= (self.window / 2).max(1);
+        let wanted = if is_due && reader.is_sequential(&self.read) { start..end } else { start..start };
         reader.ahead = reader.ahead.max(wanted.end);
         if self.readers.len() == READERS {
             self.readers.pop_front();
@@ -71,20 +72,41 @@ impl ReadAhead {
 }
 
 impl Reader {
-    /// Notes a read near the last one.
-    fn pass(&mut self, blocks: &Range<u64>) {
-        let further = blocks.end.saturating_sub(self.next);
-        self.read = u32::try_from(further).ok().and_then(|further| self.read.checked_shl(further)).unwrap_or(0);
-        self.passed = self.passed.saturating_add(further).min(JUDGED.into());
-        self.next = self.next.max(blocks.end);
-        let judged = self.next.saturating_sub(JUDGED.into())..self.next;
-        for block in blocks.start.max(judged.start)..blocks.end {
-            self.read |= 1 << (judged.end - 1 - block);
+    fn is_sequential(&self, read: &RecentlyRead) -> bool {
+        let passed = self.began.max(self.next.saturating_sub(JUDGED))..self.next;
+        let blocks = passed.end - passed.start;
+        blocks >= PROOF && read.count(passed) * 4 >= blocks * 3
+    }
+}
+
+/// The blocks that were read last, by all readers.
+#[derive(Debug, Default)]
+struct RecentlyRead {
+    blocks: BTreeSet<u64>,
+    /// The same in the order in which they were read first.
+    order: VecDeque<u64>,
+}
+
+impl RecentlyRead {
+    /// Blocks that are remembered: [`JUDGED`] of each reader, and as many that were read in no order between them.
+    const MOST: usize = 128 * READERS;
+
+    fn note(&mut self, blocks: &Range<u64>) {
+        for block in blocks.start.max(blocks.end.saturating_sub(JUDGED))..blocks.end {
+            if !self.blocks.insert(block) {
+                continue;
+            }
+            self.order.push_back(block);
+            if self.order.len() > Self::MOST
+                && let Some(oldest) = self.order.pop_front()
+            {
+                self.blocks.remove(&oldest);
+            }
         }
     }
 
-    fn is_sequential(&self) -> bool {
-        self.passed >= PROOF && u64::from(self.read.count_ones()) * 4 >= self.passed * 3
+    fn count(&self, blocks: Range<u64>) -> u64 {
+        self.blocks.range(blocks).count() as u64
     }
 }
 
@@ -119,6 +141,20 @@ mod tests {
         // Several threads of one reader overtake each other.
         let read_on = [13..15, 11..13, 17..19, 15..17, 21..23, 19..21, 23..25, 27..29, 25..27];
         assert!(read_on.into_iter().any(|blocks| !plan.note(&blocks).is_empty()));
+    }
+
+    #[test]
+    fn threads_that_overtake_each_other_are_sequential_also_if_they_leave_some_out() {
+        let mut plan = ReadAhead::new(256);
+        // Reads come up to 31 places later than in order, and nobody reads each sixth block.
+        let mut reads: Vec<(u64, u64)> = (0..4000).map(|block| (block + block * 7 % 32, block)).collect();
+        reads.retain(|(_, block)| block % 6 != 5);
+        reads.sort_unstable();
+        let mut ahead = 0;
+        for (_, block) in reads {
+            assert!(block < 200 || block < ahead, "block {block} was not fetched ahead");
+            ahead = ahead.max(plan.note(&(block..block + 1)).end);
+        }
     }
 
     proptest! {
