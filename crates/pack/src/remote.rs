@@ -146,8 +146,9 @@ const END: u64 = 1 << 20;
 /// Has the ends of an image fetched, which every use of it needs: one after the other they would be many round trips.
 fn prefetch_ends(storage: &dyn Storage) -> Result<(), PackError> {
     let length = storage.length().map_err(PackError::storage)?;
-    let beginning = 0..BEGINNING.min(length);
-    storage.prefetch(&[beginning.clone(), length.saturating_sub(END).max(beginning.end)..length]);
+    let end = length.saturating_sub(END)..length;
+    // The end first: of the beginning, what comes last is wanted least.
+    storage.prefetch(&[end.clone(), 0..BEGINNING.min(end.start)]);
     Ok(())
 }
 
