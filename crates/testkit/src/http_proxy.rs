@@ -69,6 +69,7 @@ struct Shared {
     rate: Mutex<Option<(u64, Instant)>>,
     faults: Mutex<Box<Faults>>,
     requests: Mutex<Vec<HttpRequest>>,
+    slowest: Mutex<Duration>,
     is_closed: AtomicBool,
 }
 
@@ -92,6 +93,7 @@ impl HttpProxy {
             rate: Mutex::default(),
             faults: Mutex::new(Box::new(|_| HttpFault::None)),
             requests: Mutex::default(),
+            slowest: Mutex::default(),
             is_closed: AtomicBool::new(false),
         });
         let accepting = Arc::clone(&shared);
@@ -132,6 +134,12 @@ impl HttpProxy {
     /// Returns the requests until now, and forgets them.
     pub fn take_requests(&self) -> Vec<HttpRequest> {
         std::mem::take(&mut self.shared.requests.lock())
+    }
+
+    /// Returns the longest time until now that the server took for an answer to a request that it had in full, and
+    /// forgets it.
+    pub fn take_slowest_answer(&self) -> Duration {
+        std::mem::take(&mut self.shared.slowest.lock())
     }
 }
 
@@ -185,8 +193,13 @@ impl Shared {
         server.set_nodelay(true)?;
         server.write_all(&closing(&head, 0))?;
         self.pass(&mut from_client, &mut server, Some(length))?;
+        let asked = Instant::now();
         let mut from_server = BufReader::new(server);
         let Some(head) = read_head(&mut from_server)? else { return Ok(()) };
+        {
+            let mut slowest = self.slowest.lock();
+            *slowest = (*slowest).max(asked.elapsed());
+        }
         std::thread::sleep(latency);
         match fault {
             HttpFault::LoseAnswer => {

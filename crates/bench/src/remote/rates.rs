@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use limosa_page::to_micros;
 
 use super::store::{Far, LINE, Store, cost, url, with_cost};
 use crate::content::fill_random;
@@ -18,6 +19,13 @@ use crate::raw::children_cpu;
 
 /// Bytes of the file per second, of 1000 that the line carries.
 pub(super) const SHARE: &str = "line_permille";
+
+/// The same of an upload, without [`COMPLETION`].
+pub(super) const SHARE_OF_PARTS: &str = "line_permille_of_parts";
+
+/// How long the store takes for the slowest answer to an upload, which is that it has put the parts together, in
+/// microseconds. No part of it is the line's or the client's.
+const COMPLETION: &str = "completion_us";
 
 /// The object of an upload.
 const UPLOADED: &str = "uploaded.raw";
@@ -70,7 +78,7 @@ impl Rates {
         };
         page_cache::warm(&self.file)?;
         frame.touch()?;
-        store.set_latency(Duration::from_millis(latency.into()));
+        store.begin_run(Duration::from_millis(latency.into()))?;
         let cpu_before = children_cpu().context("getrusage of children")?;
         let watch = Stopwatch::start(&[])?;
         let said = limosa.start()?.finish()?;
@@ -80,9 +88,14 @@ impl Rates {
         ensure!(length == self.bytes, "{}: {length} bytes instead of {}", target.display(), self.bytes);
         // The next upload does not replace an object.
         fs::remove_file(&target).with_context(|| target.display().to_string())?;
-        let share = permille_of_line(self.bytes, measured.wall);
-        let measured = with_cost(Measured { cpu, ..measured }.with(SHARE, share), &said)?;
-        Ok(measured.with("bytes_sent", cost(&said, "bytes-sent")?))
+        let mut done = Measured { cpu, ..measured }.with(SHARE, permille_of_line(self.bytes, measured.wall));
+        if direction == Direction::Up {
+            let completion = store.slowest_answer();
+            let sent = measured.wall.saturating_sub(completion);
+            done =
+                done.with(SHARE_OF_PARTS, permille_of_line(self.bytes, sent)).with(COMPLETION, to_micros(completion));
+        }
+        Ok(with_cost(done, &said)?.with("bytes_sent", cost(&said, "bytes-sent")?))
     }
 
     /// A limosa that uploads the file.

@@ -74,7 +74,7 @@ impl Image {
         let url = store.put(&packed.path, "vm.qcow2")?;
         let cache = Scratch::new_in(store.folder())?;
         let (run, file) = file_in(store)?;
-        store.set_latency(Duration::ZERO);
+        store.begin_run(Duration::ZERO)?;
         let said = store.download(options, &url, &file, Some(cache.path()))?.start()?.finish()?;
         ensure!(cost(&said, "bytes-received")? > 0, "nothing was fetched into a cache: {said}");
         drop(run);
@@ -113,7 +113,7 @@ impl Image {
             .path(None, snapshot);
         let restore = store.at_line(restore, cache);
         frame.touch()?;
-        store.set_latency(Duration::from_millis(latency.into()));
+        store.begin_run(Duration::from_millis(latency.into()))?;
 
         let cpu_before = children_cpu().context("getrusage of children")?;
         let watch = Stopwatch::start(&[vm.pid()])?;

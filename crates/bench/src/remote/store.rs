@@ -6,12 +6,13 @@
 //! files: the object server reads all of an object for each request for a part of it, to have its digest.
 
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use limosa_testkit::{BUCKET, FileServer, HttpProxy, ObjectServer, ObjectServerKind};
+use rustix::fs::syncfs;
 use serde_json::Value;
 
 use crate::limosa::Prepared;
@@ -70,14 +71,22 @@ impl Store {
         Ok(format!("http://{}/{name}", self.read_proxy.address()))
     }
 
-    /// Sets the line for a run, which begins with nothing on its way.
-    pub(super) fn set_latency(&self, latency: Duration) {
+    /// Sets the line for a run, which begins with nothing on its way and nothing to write back of the runs before.
+    pub(super) fn begin_run(&self, latency: Duration) -> Result<()> {
+        syncfs(File::open(self.folder())?).context("syncfs")?;
         for proxy in [&self.proxy, &self.read_proxy] {
             proxy.set_latency(latency);
             proxy.set_rate(Some(LINE));
             // The proxy would keep those of all runs.
             drop(proxy.take_requests());
+            proxy.take_slowest_answer();
         }
+        Ok(())
+    }
+
+    /// The longest time that the store itself took for one answer to a writer in this run, without the line.
+    pub(super) fn slowest_answer(&self) -> Duration {
+        self.proxy.take_slowest_answer()
     }
 
     /// Points limosa at the store, over the line. `cache`: the directory of its cache; `None`: it keeps nothing.

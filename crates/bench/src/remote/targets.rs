@@ -1,6 +1,6 @@
 //! The targets of restores from a store.
 
-use super::rates::{Direction, SHARE};
+use super::rates::{Direction, SHARE, SHARE_OF_PARTS};
 use super::restores::Method;
 use super::{FIRST_BEAT, LATENCIES, LATENCY, Plan, WORK};
 use crate::frame::{Series, part};
@@ -48,6 +48,10 @@ pub(super) fn judge(report: &mut Report, all: &[Series], plan: &Plan, why: &str,
         let name = format!("{case}: {}, of what the line carries", direction.name());
         report.targets.push(Target::new(name, Bound::AtLeast(0.8), got, why));
     }
+    let up = Direction::Up.name();
+    let got = figure(all, &case, up, SHARE_OF_PARTS).map(|spread| spread.median / 1e3);
+    let name = format!("{case}: {up}, the same until the store has all parts");
+    report.targets.push(Target::new(name, Bound::AtLeast(0.8), got, why));
 }
 
 #[cfg(test)]
@@ -72,7 +76,7 @@ mod tests {
         let (work, flat) = (part(&plan.restored(LATENCY), WORK), part(&plan.flat(), FIRST_BEAT));
         let (lazy, set) = (Method::Lazy.name(), Method::WorkingSet.name());
         let mut upload = series(plan.rates(), Direction::Up.name(), 2000);
-        upload.runs[0].counters.insert(SHARE, 790);
+        upload.runs[0].counters.extend([(SHARE, 790), (SHARE_OF_PARTS, 810)]);
         let all = [
             series(beat(1), lazy, 55),
             series(beat(1), set, 57),
@@ -90,7 +94,7 @@ mod tests {
         judge(&mut report, &all, &plan, NOT_RUN, NOT_RUN);
         let found: Vec<_> = report.targets.iter().map(|target| target.met).collect();
         let (met, missed) = (Some(true), Some(false));
-        assert_eq!(found, [met, missed, met, missed, None, None, missed, met, met, missed, None]);
+        assert_eq!(found, [met, missed, met, missed, None, None, missed, met, met, missed, None, met]);
         let compared: Vec<_> = report.ratios.iter().map(|ratio| ratio.median).collect();
         assert_eq!(compared.len(), 2 + 3 + 1, "{compared:?}");
     }
