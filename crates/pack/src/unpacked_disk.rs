@@ -28,6 +28,9 @@ const BLOCK_LEAST: u64 = 16 << 10;
 /// Bytes that are unpacked ahead of a sequential reader.
 const AHEAD: u64 = 4 << 20;
 
+/// Buffers of dropped blocks that are kept for new ones: without them the allocator maps and unmaps memory for each.
+const SPARE: usize = 32;
+
 /// The contents of images, unpacked.
 pub(crate) struct UnpackedDisk {
     shared: Arc<Shared>,
@@ -60,6 +63,8 @@ struct Blocks {
     order: VecDeque<u64>,
     /// Those that wait to be unpacked ahead.
     ahead: VecDeque<u64>,
+    /// Buffers of whole blocks that nobody uses, with what they had.
+    spare: Vec<Buffer>,
 }
 
 /// The error of an attempt to unpack a block, set when it fails.
@@ -229,10 +234,13 @@ impl Shared {
     fn unpack(&self, mut blocks: MutexGuard<'_, Blocks>, index: u64) -> Result<Buffer, ImageError> {
         let failure = Failure::default();
         blocks.known.insert(index, Block::Pending(Arc::clone(&failure)));
+        let start = index.saturating_mul(self.block);
+        let length = self.block.min(self.length.saturating_sub(start));
+        let spare = if length == self.block { blocks.spare.pop() } else { None };
         drop(blocks);
         let unwinding = Unwinding { shared: self, index };
-        let start = index.saturating_mul(self.block);
-        let buffer = Buffer::zeroed(to_usize(self.block.min(self.length.saturating_sub(start))));
+        // A read fills all of it, or fails.
+        let buffer = spare.unwrap_or_else(|| Buffer::zeroed(to_usize(length)));
         let read = block_on(self.disk.read(GuestOffset(start), buffer.clone().into()));
         std::mem::forget(unwinding);
         let mut blocks = self.blocks.lock();
@@ -240,7 +248,7 @@ impl Shared {
             Ok(()) => {
                 blocks.known.insert(index, Block::Here(buffer.clone(), false));
                 blocks.order.push_back(index);
-                blocks.evict(CACHE / self.block);
+                blocks.evict(CACHE / self.block, self.block);
             }
             Err(error) => {
                 blocks.known.remove(&index);
@@ -267,8 +275,9 @@ impl Drop for Unwinding<'_> {
 }
 
 impl Blocks {
-    /// Drops blocks until `limit` are left: the oldest that were not used since they were last looked at.
-    fn evict(&mut self, limit: u64) {
+    /// Drops blocks until `limit` are left: the oldest that were not used since they were last looked at. `whole`:
+    /// bytes of those whose buffers fit others.
+    fn evict(&mut self, limit: u64, whole: u64) {
         while to_u64(self.order.len()) > limit.max(1) {
             let Some(oldest) = self.order.pop_front() else { return };
             match self.known.get_mut(&oldest) {
@@ -276,7 +285,15 @@ impl Blocks {
                     *is_used = false;
                     self.order.push_back(oldest);
                 }
-                _ => drop(self.known.remove(&oldest)),
+                _ => {
+                    if let Some(Block::Here(mut buffer, _)) = self.known.remove(&oldest)
+                        && self.spare.len() < SPARE
+                        && to_u64(buffer.len()) == whole
+                        && !buffer.is_shared()
+                    {
+                        self.spare.push(buffer);
+                    }
+                }
             }
         }
     }
@@ -303,6 +320,8 @@ impl Drop for UnpackedDisk {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use limosa_image::raw::{Raw, RawOptions};
     use limosa_storage::testing::{Failing, Fault, RequestHolder, SparseMemory};
     use limosa_storage::{Operation, Storage};
@@ -344,5 +363,28 @@ mod tests {
         holder.release_all();
         assert_eq!(read(), Ok([7; 4096]));
         assert!(unpacked.is_near(&(0..4096)));
+    }
+
+    #[test]
+    fn blocks_take_the_memory_of_dropped_ones_and_never_that_which_somebody_reads() {
+        let (block, count) = (1 << 20, 3 * CACHE / (1 << 20));
+        let memory = Arc::new(SparseMemory::file("disk", block * count));
+        let number = |index: u64| Buffer::from_slice(&[u8::try_from(index).unwrap(); 4096]);
+        for index in 0..count {
+            block_on(memory.write(index * block, number(index).into())).unwrap();
+        }
+        block_on(memory.write(block * count - 4096, number(0).into())).unwrap();
+        let disk = Raw::open(memory, &RawOptions::default()).unwrap();
+        let unpacked = UnpackedDisk::new(disk, block, 1);
+        let held = unpacked.shared.get(1).unwrap();
+        let mut addresses = HashSet::new();
+        for index in (0..count).filter(|index| *index != 1) {
+            let found = unpacked.shared.get(index).unwrap();
+            assert_eq!(found.to_vec()[..4097], [&[u8::try_from(index).unwrap(); 4096][..], &[0]].concat());
+            addresses.insert(found.address());
+        }
+        assert!(!unpacked.is_near(&(block..2 * block)), "the block that is held was not dropped");
+        assert_eq!(held.slice(0..4096).to_vec(), [1; 4096]);
+        assert!(to_u64(addresses.len()) < count / 2, "{} buffers for {count} blocks", addresses.len());
     }
 }

@@ -102,6 +102,14 @@ impl Buffer {
         self.len == 0
     }
 
+    /// Whether a clone or a part of it lives as well. If not, nobody else can make one, and its memory may be used for
+    /// something else.
+    #[must_use]
+    pub fn is_shared(&mut self) -> bool {
+        // Not by its count: what others did with the memory before they let go of it has to come first.
+        Arc::get_mut(&mut self.keep).is_none()
+    }
+
     /// Its address, for the kernel.
     #[must_use]
     pub fn address(&self) -> *mut u8 {
