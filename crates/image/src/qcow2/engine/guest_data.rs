@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use limosa_page::{BrokenInvariant, broken_invariant, invariant, to_u64, to_usize};
+use limosa_page::{BrokenInvariant, invariant, to_u64, to_usize};
 use limosa_storage::{Buffer, IoVector, Request};
 
 use super::context::Context;
@@ -130,7 +130,14 @@ impl GuestData {
         context.file().read(host.0, buffer.clone().into()).await?;
         let cluster = context.geometry().cluster_size();
         let size = to_usize(cluster);
-        let (bytes, taken) = unpack(context.compression(), &buffer.to_vec(), size).map_err(|fault| match fault {
+        let inside = to_usize(at.within(cluster));
+        let copy = |bytes: &[u8]| {
+            // Anything less would leave bytes of the buffer as they were, and be taken for the disk's.
+            let wanted = bytes.get(inside..inside.saturating_add(into.len()));
+            wanted.is_some_and(|wanted| into.copy_from(0, wanted) == into.len())
+        };
+        let unpacked = unpack(context.compression(), &buffer.to_vec(), size, copy);
+        let (is_copied, taken) = unpacked.map_err(|fault| match fault {
             UnpackFault::Internal(broken) => broken.into(),
             fault => context.corrupt(named(), fault.to_string()),
         })?;
@@ -140,10 +147,6 @@ impl GuestData {
         if host.0.saturating_add(taken as u64) > length {
             return Err(truncated(length));
         }
-        let inside = to_usize(at.within(cluster));
-        let wanted = bytes.get(inside..inside.saturating_add(into.len()));
-        // Anything less would leave bytes of the buffer as they were, and be taken for the disk's.
-        let wanted = wanted.ok_or_else(|| broken_invariant("a read of a compressed cluster is within it"))?;
-        Ok(invariant(into.copy_from(0, wanted) == into.len(), "a read fills its buffer")?)
+        Ok(invariant(is_copied, "a read of a compressed cluster is within it, and fills its buffer")?)
     }
 }

@@ -3,6 +3,8 @@
 //! Law: decompression yields one cluster, no more, for any input. Bytes between the end of the stream and the end of
 //! its last sector are ignored.
 
+use std::cell::RefCell;
+
 use flate2::{Decompress, FlushDecompress, Status};
 use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
@@ -25,18 +27,34 @@ pub(in crate::qcow2) enum UnpackFault {
     Internal(#[from] BrokenInvariant),
 }
 
-/// Decompresses `packed` to exactly `cluster` bytes. Returns them, and how many bytes of `packed` they were.
-pub(in crate::qcow2) fn unpack(
+thread_local! {
+    static UNPACKER: RefCell<Unpacker> = RefCell::default();
+}
+
+/// Memory that each cluster needs, which a thread keeps: a few times the size of the largest cluster.
+#[derive(Default)]
+struct Unpacker {
+    cluster: Vec<u8>,
+    zstd: Option<Decoder<'static>>,
+}
+
+/// Decompresses `packed` to exactly `cluster` bytes. Returns what `take` makes of them, and how many bytes of `packed`
+/// they were.
+pub(in crate::qcow2) fn unpack<T>(
     compression: Compression,
     packed: &[u8],
     cluster: usize,
-) -> Result<(Vec<u8>, usize), UnpackFault> {
-    let mut bytes = vec![0; cluster];
-    let (got, taken) = match compression {
-        Compression::Zlib => inflate(packed, &mut bytes),
-        Compression::Zstd => zstd(packed, &mut bytes),
-    }?;
-    if got == cluster { Ok((bytes, taken)) } else { Err(UnpackFault::Short { got, cluster }) }
+    take: impl FnOnce(&[u8]) -> T,
+) -> Result<(T, usize), UnpackFault> {
+    UNPACKER.with_borrow_mut(|Unpacker { cluster: bytes, zstd: decoder }| {
+        // What it has of the cluster before is written over, or there are fewer bytes than a cluster has.
+        bytes.resize(cluster, 0);
+        let (got, taken) = match compression {
+            Compression::Zlib => inflate(packed, bytes),
+            Compression::Zstd => zstd(decoder, packed, bytes),
+        }?;
+        if got == cluster { Ok((take(bytes), taken)) } else { Err(UnpackFault::Short { got, cluster }) }
+    })
 }
 
 /// Returns how many bytes it made, and of how many.
@@ -59,9 +77,16 @@ fn inflate(packed: &[u8], into: &mut [u8]) -> Result<(usize, usize), UnpackFault
 }
 
 /// Returns how many bytes it made, and of how many.
-fn zstd(packed: &[u8], into: &mut [u8]) -> Result<(usize, usize), UnpackFault> {
-    let mut stream = Decoder::new().map_err(UnpackFault::Zstd)?;
-    stream.set_parameter(DParameter::WindowLogMax(ZSTD_WINDOW)).map_err(UnpackFault::Zstd)?;
+fn zstd(decoder: &mut Option<Decoder<'static>>, packed: &[u8], into: &mut [u8]) -> Result<(usize, usize), UnpackFault> {
+    let stream = if let Some(known) = decoder {
+        // The one before may have ended amid a frame.
+        known.reinit().map_err(UnpackFault::Zstd)?;
+        known
+    } else {
+        let mut new = Decoder::new().map_err(UnpackFault::Zstd)?;
+        new.set_parameter(DParameter::WindowLogMax(ZSTD_WINDOW)).map_err(UnpackFault::Zstd)?;
+        decoder.insert(new)
+    };
     let mut input = InBuffer::around(packed);
     let mut output = OutBuffer::around(into);
     loop {
@@ -97,13 +122,13 @@ mod tests {
         for (compression, mut packed) in
             [(Compression::Zlib, deflated(&cluster)), (Compression::Zstd, zstd::encode_all(&cluster[..], 3).unwrap())]
         {
-            assert!(unpack(compression, &packed[..packed.len() / 2], cluster.len()).is_err());
+            assert!(unpack(compression, &packed[..packed.len() / 2], cluster.len(), |_| ()).is_err());
             packed.extend([0xa5; 400]);
-            let (bytes, taken) = unpack(compression, &packed, cluster.len()).unwrap();
+            let (bytes, taken) = unpack(compression, &packed, cluster.len(), <[u8]>::to_vec).unwrap();
             assert!(bytes == cluster && taken <= packed.len());
             // What is behind the end is not taken.
             let longer = [&packed[..], &[0x55; 1000]].concat();
-            assert_eq!(unpack(compression, &longer, cluster.len()).unwrap().1, taken);
+            assert_eq!(unpack(compression, &longer, cluster.len(), |_| ()).unwrap().1, taken);
         }
     }
 
@@ -113,7 +138,7 @@ mod tests {
         for (compression, packed) in
             [(Compression::Zlib, deflated(&bomb)), (Compression::Zstd, zstd::encode_all(&bomb[..], 3).unwrap())]
         {
-            assert_eq!(unpack(compression, &packed, 512).unwrap().0, [0; 512]);
+            assert_eq!(unpack(compression, &packed, 512, <[u8]>::to_vec).unwrap().0, [0; 512]);
         }
     }
 
@@ -121,7 +146,7 @@ mod tests {
         #[test]
         fn garbage_is_a_cluster_or_an_error(packed: Vec<u8>, zlib: bool) {
             let compression = if zlib { Compression::Zlib } else { Compression::Zstd };
-            if let Ok((bytes, _)) = unpack(compression, &packed, 4096) {
+            if let Ok((bytes, _)) = unpack(compression, &packed, 4096, <[u8]>::to_vec) {
                 prop_assert_eq!(bytes.len(), 4096);
             }
         }
