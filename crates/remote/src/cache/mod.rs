@@ -16,8 +16,8 @@ mod object;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Once};
 
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, Timespec, Timestamps};
@@ -100,6 +100,8 @@ pub struct BlockCache {
     files: Files,
     limit: u64,
     tally: Tally,
+    /// Whether it was said that it cannot be used.
+    warned: Once,
     /// Bytes written since files were last counted.
     written: AtomicU64,
     /// The files that this process uses, by name.
@@ -117,6 +119,7 @@ impl BlockCache {
             files: Files::threads()?,
             limit: options.limit,
             tally: Tally::default(),
+            warned: Once::new(),
             written: AtomicU64::new(0),
             open: Mutex::default(),
         };
@@ -193,9 +196,10 @@ impl BlockCache {
     }
 
     fn failed(&self, error: &io::Error) {
-        if self.tally.errors.get() == 0 {
+        // Several threads may fail together.
+        self.warned.call_once(|| {
             tracing::warn!(%error, "the cache of objects cannot be used; reads continue without it");
-        }
+        });
         self.tally.errors.add(1);
     }
 
