@@ -11,7 +11,7 @@ use anyhow::{Context, bail};
 use limosa_control::JobKind;
 use limosa_migrate::stats::PrecopyStats;
 use limosa_qemu::is_same_file;
-use limosa_snapshot::{Snapshot, UnnamedFile};
+use limosa_snapshot::Snapshot;
 use serde_json::json;
 
 use crate::args::ExportArgs;
@@ -78,7 +78,7 @@ impl<'a> Target<'a> {
                 let own = stdout.as_fd().try_clone_to_owned().context("standard output")?;
                 snapshot.export(own, Path::new("standard output"), &handles.engine)?
             }
-            Self::Stream(stream) => snapshot.export_file(UnnamedFile::create(stream, args.force)?, &handles.engine)?,
+            Self::Stream(stream) => snapshot.export_file(packed::new_file(stream, args.force)?, &handles.engine)?,
             Self::Inside { image, tag } => vm_state::put(snapshot, image, tag, &args.disk, &handles.engine)?,
         };
         drop(handles);

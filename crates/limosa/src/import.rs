@@ -44,8 +44,8 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
         bail!("{}: {}, which has no domain XML: omit --xml", args.stream.display(), foreign.describe());
     }
     // Both are refused before anything is read.
-    let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
-    let xml = args.xml.as_deref().map(|path| UnnamedFile::create(path, args.new.force)).transpose()?;
+    let pending = packed::new_file(&args.snapshot, args.new.force)?;
+    let xml = args.xml.as_deref().map(|path| packed::new_file(path, args.new.force)).transpose()?;
     let (durability, options) = (args.new.durability(), args.new.write_options());
     let handles = JobHandles::with_socket(args.control.as_deref(), JobKind::Save, "importing", false)?;
     let (what, decompressor, image) = (foreign.describe(), foreign.decompressor(), foreign.save_image().cloned());

@@ -145,6 +145,10 @@ pub(crate) fn open_base(args: &HowPackedArgs, target: &Path) -> anyhow::Result<O
     let Some(path) = &args.base else { return Ok(None) };
     let base = Base::open(path, &access())?;
     base.check_beside(target)?;
+    if !args.encrypt && base.is_encrypted() {
+        let base = path.display().to_string();
+        return Err(PackError::Unencrypted { path: target.to_path_buf(), base }.into());
+    }
     if args.encrypt && !base.is_encrypted() {
         say!(
             "limosa: {}: is not encrypted: what the new snapshot has in common with it is in the clear",
@@ -174,6 +178,12 @@ pub(crate) fn refuse_needed(target: &Path, replace: bool) -> anyhow::Result<()> 
     Ok(())
 }
 
+/// Prepares a new file. One that others stand on is not replaced.
+pub(crate) fn new_file(path: &Path, replace: bool) -> anyhow::Result<UnnamedFile> {
+    refuse_needed(path, replace)?;
+    Ok(UnnamedFile::create(path, replace)?)
+}
+
 /// Returns how a snapshot is packed.
 pub(crate) fn options(args: &HowPackedArgs, level: u8, durability: Durability) -> anyhow::Result<PackOptions> {
     let mut options = PackOptions::default();
@@ -201,7 +211,6 @@ pub(crate) fn run_pack(args: &PackArgs) -> anyhow::Result<ExitCode> {
     let durability = args.new.durability();
     let options = options(&args.how, args.level, durability)?;
     let base = open_base(&args.how, &args.image)?;
-    refuse_needed(&args.image, args.new.force)?;
     let target = PackedTarget::prepare(&args.image, args.new.force)?;
     let snapshot = open(&args.snapshot)?;
     snapshot.lock_serving()?;
@@ -224,10 +233,9 @@ pub(crate) fn run_unpack(args: &UnpackArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     remote::refuse_target(&args.snapshot, "give a file")?;
     refuse_one_file(&args.image, &args.snapshot)?;
-    refuse_needed(&args.snapshot, args.new.force)?;
+    let pending = new_file(&args.snapshot, args.new.force)?;
     let snapshot = open(&args.image)?;
     snapshot.lock_serving()?;
-    let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
     let handles = JobHandles::with_socket(None, JobKind::Save, "unpacking", false)?;
     let unpacked = unpack(&snapshot, pending, args.new.durability(), &handles.engine);
     drop(handles);

@@ -29,7 +29,7 @@ impl PackedTarget {
     /// It exists, and must not be replaced; it cannot be made.
     pub(crate) fn prepare(name: &Path, replace: bool) -> anyhow::Result<Self> {
         let Some(url) = remote::target(name.as_os_str())? else {
-            return Ok(Self::File(UnnamedFile::create(name, replace)?));
+            return Ok(Self::File(packed::new_file(name, replace)?));
         };
         if replace {
             bail!("{url}: an object is not replaced, because others may stand on it; omit --force");

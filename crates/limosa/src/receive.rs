@@ -22,6 +22,7 @@ use serde_json::json;
 use crate::args::ReceiveArgs;
 use crate::endpoint::{self, PeerEnd, Wire};
 use crate::job::JobHandles;
+use crate::packed;
 use crate::remedy;
 use crate::report;
 use crate::usage::misused;
@@ -40,7 +41,7 @@ pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
     let tls = args.tls.read()?;
     // Refused before it waits for a connection.
-    let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
+    let pending = packed::new_file(&args.snapshot, args.new.force)?;
     let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), JobKind::Save, "receiving", false)?;
     handles.engine.control.set_max_bandwidth(args.endpoint.max_bandwidth);
     let received = receive(args, tls, pending, &handles);

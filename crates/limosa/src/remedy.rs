@@ -11,6 +11,7 @@ use limosa_clone::CloneError;
 use limosa_console::error_line;
 use limosa_image::ImageError;
 use limosa_image::luks::LuksError;
+use limosa_image::reference::is_object;
 use limosa_migrate::MigrateError;
 use limosa_nbd::NbdError;
 use limosa_pack::PackError;
@@ -466,7 +467,9 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         if let Some(PackError::Unencrypted { .. }) = cause.downcast_ref() {
             return Some("; add --encrypt".into());
         }
-        if let Some(PackError::Needed { .. }) = cause.downcast_ref() {
+        if let Some(PackError::Needed { path, .. }) = cause.downcast_ref()
+            && !is_object(path)
+        {
             return Some("; limosa snapshot merge has it take over what it needs".into());
         }
         if let Some(PackError::Unknown { .. }) = cause.downcast_ref() {

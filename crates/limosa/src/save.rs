@@ -31,6 +31,8 @@ use crate::usage::misused;
 use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
+    // Also for a plain one: others in its directory may be encrypted.
+    packed::define_key(&args.key)?;
     if args.pack.is_some() {
         return run_packed(args);
     }
@@ -39,6 +41,7 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
         misused("--base, --encrypt and --cluster-size are for a packed snapshot: add --pack zstd");
     }
     remote::refuse_target(&args.snapshot, "add --pack zstd")?;
+    packed::refuse_needed(&args.snapshot, args.new.force)?;
     let monitor = job::connect(&args.job.qmp)?;
     let handles = JobHandles::new(&args.job, JobKind::Save, "saving", false)?;
     let (report, _) = save_with(&monitor, &args.snapshot, &options(args), handles)?;
@@ -53,15 +56,13 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
 /// that come again are not packed twice, and at any moment there is a whole snapshot of the VM if it was left stopped.
 fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
-    packed::define_key(&args.key)?;
     let target = &args.snapshot;
     // All that can be refused is, before the VM is touched.
     let packing = packed::options(&args.how_packed, args.pack.unwrap_or(DEFAULT_LEVEL), args.new.durability())?;
     let base = packed::open_base(&args.how_packed, target)?;
-    packed::refuse_needed(target, args.new.force)?;
-    let plain = plain_beside(target);
-    settle_interrupted(&plain, target)?;
     let prepared = PackedTarget::prepare(target, args.new.force)?;
+    let plain = plain_beside(target);
+    let is_left = is_left(args, &plain)?;
     if args.how_packed.encrypt {
         say!(
             "limosa: {}: is in the clear until it is packed, and on the disk until its blocks are reused",
@@ -71,7 +72,8 @@ fn run_packed(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.job.qmp)?;
     let handles = JobHandles::new(&args.job, JobKind::Save, "saving", false)?;
     let mut options = options(args);
-    options.replace = false;
+    // Not before there is a new one.
+    options.replace = is_left;
     if !args.stop {
         // A VM that continues loses nothing with it; the packed one is durable.
         options.durability = Durability::Unsynced;
@@ -151,23 +153,22 @@ fn repeat(args: &SaveArgs, plain: &dyn fmt::Display, target: &dyn fmt::Display) 
     format!("limosa pack {plain} {target}{base}{encrypt}, then remove {plain}")
 }
 
-/// Removes what an interrupted save has left if it was packed since; refuses to go on if it was not.
-fn settle_interrupted(plain: &Path, target: &Path) -> anyhow::Result<()> {
+/// Returns whether an interrupted save has left a plain snapshot that the target has packed: the new plain one replaces
+/// it. Refuses to continue if it was not packed.
+fn is_left(args: &SaveArgs, plain: &Path) -> anyhow::Result<bool> {
     if !plain.exists() {
-        return Ok(());
+        return Ok(false);
     }
+    let target = &args.snapshot;
     let is_packed = Snapshot::open(plain).is_ok_and(|plain| {
         packed::open(target).is_ok_and(|target| target.id() == plain.id() && target.check_restorable().is_ok())
     });
-    if is_packed {
-        HeldSnapshot::lock(plain)?.remove()?;
-        return Ok(());
+    if !is_packed {
+        let shown = plain.display();
+        let repeat = repeat(args, &shown, &target.display());
+        bail!("{shown}: an interrupted save has left this snapshot; pack it, or remove it: {repeat}");
     }
-    let shown = plain.display();
-    bail!(
-        "{shown}: an interrupted save has left this snapshot; pack it (limosa pack {shown} {}), or remove it",
-        target.display()
-    )
+    Ok(true)
 }
 
 /// Returns the name of the plain snapshot that a packed one is made of. That of an object is made of its URL, so that
@@ -191,6 +192,7 @@ pub(crate) fn save_to_clone(
     replace: bool,
     overlay_dir: Option<PathBuf>,
 ) -> anyhow::Result<SaveReport> {
+    packed::refuse_needed(snapshot, replace)?;
     let monitor = job::connect(address)?;
     let handles = JobHandles::with_socket(None, JobKind::Save, "saving", false)?;
     let mut options = SaveOptions::default();

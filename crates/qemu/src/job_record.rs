@@ -16,6 +16,7 @@
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use limosa_image::reference::is_object;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -238,7 +239,9 @@ impl JobRecord {
     /// Returns the record of a job of this process that begins now.
     #[must_use]
     pub fn new(job: JobKind, snapshot: Uuid, path: &Path, was_running: bool, undo: Settings) -> Self {
-        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        // The URL of an object is no path.
+        let absolute = if is_object(path) { None } else { std::path::absolute(path).ok() };
+        let path = absolute.unwrap_or_else(|| path.to_owned());
         Self {
             version: if job == JobKind::Protect { VERSION_OF_PROTECT } else { VERSION },
             job,
@@ -448,6 +451,8 @@ mod tests {
         record = record.with_overlays(Vec::new(), vec![served]);
         assert_eq!(JobRecord::from_json(&record.to_json()).unwrap(), record);
         assert!(record.path.starts_with('/'));
+        let far = JobRecord::new(JobKind::Restore, Uuid::nil(), Path::new("s3://b/vm.qcow2"), true, Settings::new());
+        assert_eq!(far.path, "s3://b/vm.qcow2");
         let protect = JobRecord::new(JobKind::Protect, Uuid::nil(), Path::new("/d"), true, Settings::new());
         assert_eq!(JobRecord::from_json(&protect.to_json()).unwrap().version, 4);
         assert!(!protect.to_json().contains("filters"), "as older ones read it");

@@ -42,7 +42,7 @@ pub(crate) struct ServeCommandArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
-    /// The images: paths, or json:{...}. With --control there may be none at first
+    /// The images: paths, URLs of objects, or json:{...}. With --control there may be none at first
     #[arg(value_name = "IMAGE", num_args = 1..)]
     pub(crate) images: Vec<OsString>,
 

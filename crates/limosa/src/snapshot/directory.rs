@@ -110,12 +110,13 @@ impl Done {
         let code = if self.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
         if json {
             let failed = self.failed.iter().map(|(snapshot, why)| json!({ "snapshot": snapshot, "why": why }));
-            print_out!(
-                "{}",
-                json!({ "rebased": self.rebased, "removed": self.removed, "failed": failed.collect::<Vec<_>>() })
-            );
+            let failed: Vec<_> = failed.collect();
+            let mut object = json!({ "rebased": self.rebased, "removed": self.removed, "failed": failed });
+            remote::add_cost(&mut object);
+            print_out!("{object}");
             check_stdout()?;
         }
+        remote::tell_cost();
         Ok(code)
     }
 }
@@ -241,6 +242,9 @@ pub(crate) fn prune(args: &PruneSnapshotsArgs) -> anyhow::Result<ExitCode> {
     let plan = plan_prune(&entries, &retention, now);
     for staying in &plan.staying {
         say!("limosa: {}: stays, with all that it stands on: {}", staying.name.display(), staying.why);
+    }
+    if plan.steps.is_empty() {
+        say!("nothing to remove");
     }
     if args.dry_run {
         return show_plan(&plan.steps, args.repack.json);

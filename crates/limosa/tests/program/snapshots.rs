@@ -119,6 +119,12 @@ fn a_directory_is_listed_rebased_merged_and_pruned() {
     limosa(["pack", text(&again), text(&one), "--force"]).one_line(&["2 stands on it"]);
     limosa(["pack", text(&again), text(&one), "--force", "--base", text(&four)]).one_line(&["would be replaced"]);
     limosa(["unpack", text(&four), text(&two), "--force"]).one_line(&["3 stands on it"]);
+    let stream = chain.folder.path().join("stream");
+    limosa(["export", text(&again), text(&stream)]).success();
+    limosa(["export", text(&again), text(&one), "--force"]).one_line(&["2 stands on it"]);
+    limosa(["import", text(&stream), text(&one), "--force"]).one_line(&["2 stands on it"]);
+    let address = format!("file:{}", stream.display());
+    limosa(["receive", &address, text(&one), "--force"]).one_line(&["2 stands on it"]);
     assert_eq!(chain.assert_whole(), 4);
     let rebased = snapshot(&["rebase", text(&four), "--base", text(&one), "--json"]).json();
     assert!(rebased["base_bytes"].as_u64().unwrap() > 0, "{rebased}");

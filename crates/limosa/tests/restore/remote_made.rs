@@ -191,7 +191,9 @@ fn snapshots_of_a_folder_are_listed_and_removed_and_what_is_needed_stays() {
     let people = far.run(&["snapshot", "list", "s3://bucket/vm"]).success();
     assert!(people.stdout.contains("top.qcow2 on base.qcow2"), "{}", people.stdout);
     let says = |words: &[&str], what: &[&str]| assert_failed(&far.run(words), what);
-    says(&["snapshot", "rm", base], &["top.qcow2 stands on it"]);
+    let refused = far.run(&["snapshot", "rm", base]);
+    assert_failed(&refused, &["top.qcow2 stands on it"]);
+    assert!(!refused.stderr.contains("limosa snapshot merge"), "objects are not merged: {}", refused.stderr);
     says(&["snapshot", "merge", base], &["an object is not packed again"]);
     says(&["snapshot", "rebase", "--whole", top], &["an object is not packed again"]);
     says(&["snapshot", "rm", "s3://bucket/vm/none"], &["s3://bucket/vm/none"]);

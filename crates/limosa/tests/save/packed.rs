@@ -62,6 +62,11 @@ fn a_running_vm_is_saved_packed_encrypted_and_on_a_base_and_continues() {
             assert!(report["packed"]["base_bytes"].as_u64().unwrap() > 0, "{report}");
         }
     }
+    let refused = limosa(save_arguments(&vm, &file, &[&["--force"], &key[..]].concat()));
+    refused.one_line(&["third stands on it"]);
+    let onto_encrypted = ["--pack", "zstd", "--base", text(&second), "--object", &object, "--key-secret", "s"];
+    let refused = limosa(save_arguments(&vm, &folder.path().join("fourth"), &onto_encrypted));
+    refused.one_line(&["would not be encrypted", "second is; add --encrypt"]);
     let left = names(folder.path());
     assert!(!left.iter().any(|name| name.contains("unpacked")), "{left:?}");
 }
@@ -85,7 +90,8 @@ fn a_save_that_is_killed_while_it_packs_leaves_a_whole_snapshot_and_is_repeated(
         let refused = limosa(save_arguments(&vm, &file, &["--pack", "zstd", "--force"]));
         refused.one_line(&["an interrupted save has left this snapshot", "limosa pack"]);
         run(&["pack", text(&plain), text(&file), "--force"]).success();
-        assert!(plain.exists(), "what pack reads stays");
+        limosa(save_arguments(&vm, &file, &["--pack", "zstd"])).one_line(&["exists already"]);
+        assert!(plain.exists(), "neither what pack has read nor what a save that is refused has found is removed");
     }
     let loaded = load_by_stock_tools(&file, None);
     loaded.check_heartbeat().unwrap();
