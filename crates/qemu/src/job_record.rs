@@ -13,7 +13,7 @@
 //!
 //! Every client of the monitor can read it, so nothing secret may be in it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use limosa_image::reference::is_object;
@@ -235,13 +235,17 @@ fn busy(record: &JobRecord) -> String {
     }
 }
 
+/// Returns the name of a snapshot that holds in every directory. The URL of an object does already.
+pub(crate) fn absolute_name(name: &Path) -> PathBuf {
+    let absolute = if is_object(name) { None } else { std::path::absolute(name).ok() };
+    absolute.unwrap_or_else(|| name.to_owned())
+}
+
 impl JobRecord {
     /// Returns the record of a job of this process that begins now.
     #[must_use]
     pub fn new(job: JobKind, snapshot: Uuid, path: &Path, was_running: bool, undo: Settings) -> Self {
-        // The URL of an object is no path.
-        let absolute = if is_object(path) { None } else { std::path::absolute(path).ok() };
-        let path = absolute.unwrap_or_else(|| path.to_owned());
+        let path = absolute_name(path);
         Self {
             version: if job == JobKind::Protect { VERSION_OF_PROTECT } else { VERSION },
             job,

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ use super::job::{RestoreJob, RestoreObserver};
 use super::options::{RestoreMode, RestoreOptions};
 use super::serve::{complete, serve_rest};
 use crate::job::{JobContext, JobError};
-use crate::job_record::JobRecord;
+use crate::job_record::{JobRecord, absolute_name};
 use crate::monitor::{MigrationInfo, MigrationStatus, Monitor};
 use crate::process::ProcessIdentity;
 use crate::qmp::{Negotiated, Options, Qmp, QmpError};
@@ -77,12 +77,9 @@ pub(crate) enum Recovery {
 
 impl UnfinishedRestore {
     pub(super) fn new(job: &RestoreJob<'_>, record: &JobRecord, preempt: bool) -> Self {
-        // The name of an object is the same in every directory.
-        let absolute = if job.snapshot.is_remote() { None } else { std::path::absolute(job.path).ok() };
-        let path = absolute.unwrap_or_else(|| job.path.to_owned());
         Self {
             record: record.clone(),
-            path: path.as_os_str().as_bytes().to_vec(),
+            path: absolute_name(job.path).into_os_string().into_vec(),
             preempt,
             listen: job.options.listen.as_ref().map(from_anywhere),
             max_bandwidth: job.watch.handle.control.max_bandwidth(),
