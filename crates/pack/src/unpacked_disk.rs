@@ -63,7 +63,7 @@ struct Blocks {
     order: VecDeque<u64>,
     /// Those that wait to be unpacked ahead.
     ahead: VecDeque<u64>,
-    /// Buffers of whole blocks that nobody uses, with what they had.
+    /// Buffers of dropped whole blocks, with their old contents.
     spare: Vec<Buffer>,
 }
 

@@ -102,8 +102,7 @@ impl Buffer {
         self.len == 0
     }
 
-    /// Whether a clone or a part of it lives as well. If not, nobody else can make one, and its memory may be used for
-    /// something else.
+    /// Whether other clones or parts of it exist. If none does, the memory that it has allocated can be reused.
     #[must_use]
     pub fn is_shared(&mut self) -> bool {
         // Not by its count: what others did with the memory before they let go of it has to come first.

@@ -20,7 +20,7 @@ use crate::raw::children_cpu;
 /// Bytes of the file per second, of 1000 that the line carries.
 pub(super) const SHARE: &str = "line_permille";
 
-/// The same of an upload, without [`COMPLETION`].
+/// Share of the line of an upload, as [`SHARE`], without the time of [`COMPLETION`].
 pub(super) const SHARE_OF_PARTS: &str = "line_permille_of_parts";
 
 /// How long the store takes for the slowest answer to an upload, which is that it has put the parts together, in

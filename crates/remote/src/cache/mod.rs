@@ -100,7 +100,7 @@ pub struct BlockCache {
     files: Files,
     limit: u64,
     tally: Tally,
-    /// Whether it was said that it cannot be used.
+    /// Gives the warning that the cache cannot be used once.
     warned: Once,
     /// Bytes written since files were last counted.
     written: AtomicU64,

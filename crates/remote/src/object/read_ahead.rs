@@ -83,7 +83,7 @@ impl Reader {
 #[derive(Debug, Default)]
 struct RecentlyRead {
     blocks: BTreeSet<u64>,
-    /// The same in the order in which they were read first.
+    /// Order in which they were first read, the oldest first.
     order: VecDeque<u64>,
 }
 
@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn threads_that_overtake_each_other_are_sequential_also_if_they_leave_some_out() {
         let mut plan = ReadAhead::new(256);
-        // Reads come up to 31 places later than in order, and nobody reads each sixth block.
+        // Each read is delayed by up to 31 places, and every sixth block is left out.
         let mut reads: Vec<(u64, u64)> = (0..4000).map(|block| (block + block * 7 % 32, block)).collect();
         reads.retain(|(_, block)| block % 6 != 5);
         reads.sort_unstable();
