@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::time::{sleep, timeout};
 
 use crate::counters::Count;
@@ -15,6 +16,15 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
 /// The longest pause, unless the store asks for a longer one.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
+/// The time without an answer after which it is said that a store is waited for.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The time after which it is said once more.
+const SAY_AGAIN: Duration = Duration::from_secs(60);
+
+/// When a wait was last said, by any request of this process: many that wait for one store say it once.
+static LAST_SAID: Said = Said(Mutex::new(None));
 
 /// The time that is left for a request, its next pause, and the last error.
 #[derive(Debug)]
@@ -64,7 +74,11 @@ impl Budget {
             return Err(error);
         }
         let Some(pause) = self.next_pause(error.retry_after()) else { return Err(error.after(self.total)) };
-        tracing::debug!(?pause, %error, "an object store's request is made again");
+        if self.waited() >= PATIENCE && LAST_SAID.is_due(Instant::now()) {
+            tracing::warn!(%error, "an object store is waited for, at most {:?} without progress", self.total);
+        } else {
+            tracing::debug!(?pause, %error, "an object store's request is made again");
+        }
         retries.add(1);
         sleep(pause).await;
         Ok(())
@@ -86,6 +100,11 @@ impl Budget {
         self.until.saturating_duration_since(Instant::now())
     }
 
+    /// The time without progress.
+    fn waited(&self) -> Duration {
+        self.total.saturating_sub(self.left())
+    }
+
     /// The pause before the next attempt; `None` if the budget is spent. `asked` is what the store asks for.
     fn next_pause(&mut self, asked: Option<Duration>) -> Option<Duration> {
         let pause = asked.unwrap_or_default().max(self.jittered(self.pause));
@@ -103,9 +122,37 @@ impl Budget {
     }
 }
 
+/// When something was said last.
+struct Said(Mutex<Option<Instant>>);
+
+impl Said {
+    /// Whether it may be said `now`; then it counts as said.
+    fn is_due(&self, now: Instant) -> bool {
+        let mut last = self.0.lock();
+        let is_due = last.is_none_or(|last| now.saturating_duration_since(last) >= SAY_AGAIN);
+        if is_due {
+            *last = Some(now);
+        }
+        is_due
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_wait_is_said_once_a_minute() {
+        let (said, begin) = (Said(Mutex::new(None)), Instant::now());
+        let due = |second| said.is_due(begin + Duration::from_secs(second));
+        assert_eq!([due(0), due(1), due(59), due(60), due(61)], [true, false, false, true, false]);
+        let mut budget = Budget::new(Duration::from_secs(100), 1);
+        assert!(budget.waited() < PATIENCE);
+        budget.until -= Duration::from_secs(10);
+        assert!(budget.waited() >= PATIENCE);
+        budget.renew();
+        assert!(budget.waited() < PATIENCE);
+    }
 
     #[test]
     fn pauses_grow_and_end_with_the_budget() {

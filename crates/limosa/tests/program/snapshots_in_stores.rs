@@ -1,12 +1,14 @@
 //! `limosa snapshot prune` of a folder of a store: exactly what no rule keeps goes, also by kills.
 
 use std::fs::File;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use limosa_storage::testing::SeededRandom;
 use limosa_testkit::{BUCKET, HttpProxy, ObjectServer, ObjectServerKind, stores_skipped};
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -94,6 +96,24 @@ fn what_no_rule_keeps_and_nothing_stands_on_goes_from_a_store() {
     bed.assert_holds(&[5, 7]);
     assert_eq!(bed.json(&["prune", "--keep-last", "1"])["removed"], json!([]));
     bed.assert_holds(&[5, 7]);
+}
+
+#[test]
+fn a_store_that_does_not_answer_is_waited_for_and_that_is_said() {
+    // Bound, and nobody listens: no other server gets the port, and connections are refused.
+    let reserved = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    bind(&reserved, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = SocketAddrV4::try_from(getsockname(&reserved).unwrap()).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+    command
+        .args(["inspect", "s3://bucket/vm"])
+        .envs(ObjectServer::environment(address.into()))
+        .env("LIMOSA_CACHE_DIR", "");
+    let limosa = start_command(command);
+    limosa_testkit::wait_for("word of the wait", || limosa.stderr().contains("is waited for").then_some(()));
+    assert!(limosa.is_running() && limosa.stderr().contains("cannot connect to"), "{}", limosa.stderr());
+    limosa.signal(Signal::KILL);
+    limosa.wait();
 }
 
 #[test]
