@@ -189,11 +189,6 @@ pub(crate) fn options(args: &HowPackedArgs, level: u8, durability: Durability) -
     let mut options = PackOptions::default();
     options.level = Some(level);
     options.cluster_size = args.cluster_size;
-    if let Some(size) = args.cluster_size
-        && !(size.is_power_of_two() && (4 << 10..=2 << 20).contains(&size))
-    {
-        bail!("--cluster-size: must be a power of two from 4K to 2M");
-    }
     if args.encrypt {
         let key = KEY.get().context("--encrypt needs --key-secret ID")?;
         let mut encryption = PackEncryption::new(key.clone());

@@ -22,7 +22,7 @@ use limosa_qemu::{
     Conflict, DiskConflict, JobError, JobOption, JobRecordError, MappedVmError, MissingPermission, NotMapping,
     RendezvousConflict, ResumeError, StateConflict, WatchdogAdvice,
 };
-use limosa_snapshot::SnapshotError;
+use limosa_snapshot::{ForeignError, SnapshotError};
 use limosa_storage::{LockHolders, OpenError, StorageError};
 use limosa_stream::{StreamError, UnsupportedFeature};
 use limosa_vhost::ServerError;
@@ -433,8 +433,34 @@ fn of_snapshot(error: &SnapshotError) -> Option<String> {
         SnapshotError::Full { .. } => Some(ROOM.into()),
         SnapshotError::RecordedStream { .. } => Some("; limosa import makes a snapshot of a recorded stream".into()),
         SnapshotError::Structure { feature: Some(feature), .. } => Some(of_feature(feature).into()),
+        SnapshotError::Target { path, .. } => of_scheme(path),
+        SnapshotError::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound => of_scheme(path),
         _ => None,
     }
+}
+
+fn of_pack(error: &PackError) -> Option<String> {
+    match error {
+        error if error.is_about_passphrase() => {
+            Some("; give the one of that file: --object secret,id=s,file=FILE --key-secret s".into())
+        }
+        PackError::Snapshot(error) => of_snapshot(error),
+        PackError::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound => of_scheme(path),
+        PackError::Unencrypted { .. } => Some("; add --encrypt".into()),
+        PackError::Needed { path, .. } if !is_object(path) => {
+            Some("; limosa snapshot merge has it take over what it needs".into())
+        }
+        PackError::Unknown { .. } => Some("; if it stands on none, leave it out: --ignore NAME".into()),
+        _ => None,
+    }
+}
+
+/// The remedy for a name with a scheme that no store has: it was taken for the name of a file.
+fn of_scheme(name: &Path) -> Option<String> {
+    let name = name.to_str()?.trim_start_matches("./");
+    let (scheme, _) = name.split_once(":/")?;
+    let is_scheme = !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    is_scheme.then(|| format!("; {scheme}: is not the scheme of a store, which is s3, gs, az, http or https"))
 }
 
 /// The remedy for the library's failure that is the cause of `error`, if one is.
@@ -443,12 +469,16 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         let job = cause.downcast_ref().and_then(of_job);
         let record = || cause.downcast_ref().and_then(of_record);
         let resume = || cause.downcast_ref().and_then(of_resume);
-        let snapshot = || cause.downcast_ref().and_then(of_snapshot);
+        let snapshot = || match cause.downcast_ref() {
+            Some(ForeignError::Snapshot(error)) => of_snapshot(error),
+            _ => cause.downcast_ref().and_then(of_snapshot),
+        };
         let protect = || cause.downcast_ref().and_then(of_protect);
         let clone = || cause.downcast_ref().and_then(of_clone);
         let qmp = || cause.downcast_ref().and_then(of_qmp);
         let mapping = || cause.downcast_ref().and_then(of_not_mapping);
         let mapped_vm = || cause.downcast_ref().and_then(of_mapped_vm);
+        let pack = || cause.downcast_ref().and_then(of_pack);
         let found = job
             .or_else(protect)
             .or_else(clone)
@@ -457,23 +487,10 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
             .or_else(snapshot)
             .or_else(qmp)
             .or_else(mapping)
-            .or_else(mapped_vm);
+            .or_else(mapped_vm)
+            .or_else(pack);
         if found.is_some() {
             return found;
-        }
-        if cause.downcast_ref().is_some_and(PackError::is_about_passphrase) {
-            return Some("; give it: --object secret,id=s,file=FILE --key-secret s".into());
-        }
-        if let Some(PackError::Unencrypted { .. }) = cause.downcast_ref() {
-            return Some("; add --encrypt".into());
-        }
-        if let Some(PackError::Needed { path, .. }) = cause.downcast_ref()
-            && !is_object(path)
-        {
-            return Some("; limosa snapshot merge has it take over what it needs".into());
-        }
-        if let Some(PackError::Unknown { .. }) = cause.downcast_ref() {
-            return Some("; if it stands on none, leave it out: --ignore NAME".into());
         }
         // An image's error shows its storage's error as its own: only here it is found in the chain.
         if let Some(ImageError::Storage(error)) = cause.downcast_ref() {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use limosa_image::Disk;
 use limosa_image::reference::is_object;
 use limosa_page::directory_of;
-use limosa_snapshot::{Snapshot, SnapshotBytes};
+use limosa_snapshot::{Snapshot, SnapshotBytes, SnapshotError};
 
 use crate::bytes::UnpackedBytes;
 use crate::chain::{Chain, Level};
@@ -55,8 +55,8 @@ impl Base {
     /// As [`open_snapshot`](crate::open_snapshot); it is not packed, by another program, or was written to; its
     /// chain would have more than [`DEPTH_LIMIT`] images.
     pub fn open(path: &Path, access: &Access) -> Result<Self, PackError> {
-        let unsupported = |what: String| PackError::Unsupported { path: path.to_path_buf(), what };
-        let not_packed = || unsupported("a base is a packed snapshot; pack it first".to_owned());
+        let refused = |what: &str| PackError::Refused { path: path.to_path_buf(), what: what.to_owned() };
+        let not_packed = || refused("a base is a packed snapshot; pack it first");
         let (place, snapshot) = if is_object(path) {
             let object = Arc::new(remote::open_packed(path, access)?.ok_or_else(not_packed)?);
             let bytes = Arc::clone(&object) as Arc<dyn SnapshotBytes>;
@@ -72,11 +72,11 @@ impl Base {
         };
         let images = place.images();
         let record = images.first().map(|top| top.identity()).transpose()?.flatten();
-        let record = record.ok_or_else(|| unsupported("another program made the image; pack it again".to_owned()))?;
+        let record = record.ok_or_else(|| refused("another program made the image; pack it again"))?;
         let depth = images.len();
         if depth >= DEPTH_LIMIT {
             let what = format!("{depth} images are in its chain, which is the most; use another base");
-            return Err(unsupported(what));
+            return Err(refused(&what));
         }
         snapshot.check_restorable()?;
         snapshot.lock_serving()?;
@@ -157,8 +157,8 @@ impl Base {
         if now == Some(self.record) {
             return Ok(());
         }
-        let what = "it was replaced meanwhile".to_owned();
-        Err(PackError::Unsupported { path: self.path.clone(), what })
+        let what = "it was replaced".to_owned();
+        Err(PackError::Snapshot(SnapshotError::Changed { path: self.path.clone(), what }))
     }
 
     /// The snapshot.

@@ -69,7 +69,7 @@ pub(crate) fn shares<'a>(disk: &Qcow2, images: impl Iterator<Item = &'a Image>) 
         parts += 1;
         if parts > PARTS_MOST {
             let (path, what) = (Path::new(&**disk.name()).to_path_buf(), "it has too many parts to be looked through");
-            return Err(PackError::Unsupported { path, what: what.to_owned() });
+            return Err(PackError::Refused { path, what: what.to_owned() });
         }
         let found = block_on(disk.map(GuestOffset(at), disk.len() - at))?;
         if matches!(found.kind, BlockStatus::Data | BlockStatus::Compressed)

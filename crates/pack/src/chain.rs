@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use limosa_image::luks::Passphrase;
 use limosa_image::qcow2::Qcow2;
+use limosa_snapshot::SnapshotError;
 use limosa_storage::{FileIdentity, FileOptions, FileStorage, Storage};
 
 use crate::error::PackError;
@@ -140,8 +141,8 @@ impl Level {
         if self.is_file(&named) && !self.has_changed() {
             return Ok(());
         }
-        let what = "it was replaced or written to meanwhile".to_owned();
-        Err(PackError::Unsupported { path: self.path.clone(), what })
+        let what = "it was replaced or written to".to_owned();
+        Err(PackError::Snapshot(SnapshotError::Changed { path: self.path.clone(), what }))
     }
 }
 

@@ -46,6 +46,14 @@ pub enum PackError {
         /// The reason.
         what: String,
     },
+    /// The request cannot be carried out with this file.
+    #[error("{}: {what}", path.display())]
+    Refused {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        what: String,
+    },
     /// A base is missing, was changed, or is not the one that was compared.
     #[error("{}: its base {base}: {what}", path.display())]
     Base {
@@ -103,7 +111,7 @@ pub enum PackError {
         path: PathBuf,
     },
     /// The job was cancelled.
-    #[error("cancelled; nothing was kept")]
+    #[error("cancelled; the unfinished file was not kept")]
     Cancelled(#[source] MigrateError),
 }
 

@@ -14,6 +14,7 @@ use std::time::SystemTime;
 
 use limosa_image::reference::{ObjectEntry, ObjectStores, OpenObject};
 use limosa_page::error_with_causes;
+use limosa_snapshot::SnapshotError;
 use limosa_storage::{Storage, StorageError};
 use parking_lot::Mutex;
 use uuid::Uuid;
@@ -131,7 +132,7 @@ impl SnapshotFolder {
             objects = now;
         }
         let what = "the folder is changed all the time".to_owned();
-        Err(PackError::Unsupported { path, what })
+        Err(PackError::Refused { path, what })
     }
 
     /// Fails unless an object is a snapshot that no other one of these stands on.
@@ -154,8 +155,11 @@ impl SnapshotFolder {
             let head = head.map_err(|source| PackError::Unknown { path, source: Box::new(source) })?;
             others.push((object, head));
         }
+        let head = found.ok_or_else(|| {
+            let what = if self.ignored.contains(name) { "it is ignored" } else { "there is no such object" };
+            PackError::Refused { path: path.clone(), what: what.to_owned() }
+        })?;
         let foreign = || PackError::Foreign { path: path.clone() };
-        let head = found.ok_or_else(foreign)?;
         let id = match head.id {
             Some(id) => id,
             // What is in it shows whether it is a snapshot.
@@ -178,7 +182,7 @@ impl SnapshotFolder {
         let by: Vec<_> = others.iter().filter(|(_, head)| stands(head)).map(|(object, _)| &object.url).collect();
         if planned.is_some_and(|planned| planned.id != Some(id)) {
             let what = "another snapshot has its name now than when this was planned".to_owned();
-            return Err(PackError::Unsupported { path, what });
+            return Err(PackError::Snapshot(SnapshotError::Changed { path, what }));
         }
         if let Some(first) = by.first() {
             let more = if by.len() > 1 { format!(" and {} more", by.len() - 1) } else { String::new() };

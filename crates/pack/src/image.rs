@@ -60,12 +60,13 @@ impl Image {
             return Err(unsupported("it is encrypted inside of qcow2, and packed snapshots are below it"));
         }
         if head.record.as_ref().is_some_and(|record| record.base.is_some()) && header.backing.is_none() {
-            return Err(unsupported("the name of its base was taken away, and without it parts of it are missing"));
+            let what = "the name of its base was taken away, and without it parts of it are missing".to_owned();
+            return Err(PackError::Refused { path: path.to_path_buf(), what });
         }
         let length = head.contents.length().map_err(PackError::storage)?;
         if let Some(record) = head.record.as_ref().filter(|record| record.length > length) {
-            let what = format!("it is cut short: it had {} bytes, and has {length}", record.length);
-            return Err(unsupported(&what));
+            let what = format!("is cut short: it had {} bytes, and has {length}", record.length);
+            return Err(PackError::Refused { path: path.to_path_buf(), what });
         }
         Ok(Self { path: path.to_path_buf(), head })
     }
@@ -100,7 +101,7 @@ impl Image {
         let tables = block_on(table_digest(&*self.head.contents, &self.head.header))?;
         if tables != record.tables {
             let what = "another program has written to it since it was made".to_owned();
-            return Err(PackError::Unsupported { path: self.path.clone(), what });
+            return Err(PackError::Refused { path: self.path.clone(), what });
         }
         Ok(Some(BaseRecord { id: record.id, tables }))
     }

@@ -179,7 +179,7 @@ impl LuksHeader {
         let length = block_on(luks::read_header(level.storage()))?.payload_offset();
         if length > LUKS_HEADER_MOST {
             let what = format!("its LUKS header has {length} bytes");
-            return Err(PackError::Unsupported { path: level.path.clone(), what });
+            return Err(PackError::Refused { path: level.path.clone(), what });
         }
         let bytes = Buffer::zeroed(to_usize(length));
         block_on(level.storage().read(0, bytes.clone().into())).map_err(PackError::storage)?;

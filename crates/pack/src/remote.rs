@@ -64,8 +64,8 @@ pub(crate) fn record(name: &Path, access: &Access) -> Result<Option<Record>, Pac
 }
 
 fn open_object(name: &Path, access: &Access) -> Result<Arc<dyn Storage>, PackError> {
-    let unsupported = || PackError::Unsupported { path: name.to_path_buf(), what: "its URL is not text".to_owned() };
-    access.stores.open(name.to_str().ok_or_else(unsupported)?).map_err(PackError::storage)
+    let refused = || PackError::Refused { path: name.to_path_buf(), what: "its URL is not text".to_owned() };
+    access.stores.open(name.to_str().ok_or_else(refused)?).map_err(PackError::storage)
 }
 
 /// A packed snapshot whose images are objects.

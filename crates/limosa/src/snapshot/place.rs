@@ -80,7 +80,7 @@ impl Place {
             // A plan for a folder has none.
             (Self::Folder(folder), PruneStep::Rebase { snapshot, .. }) => {
                 let what = "objects are not packed again".to_owned();
-                Err(PackError::Unsupported { path: folder.path_of(&snapshot.name), what })
+                Err(PackError::Refused { path: folder.path_of(&snapshot.name), what })
             }
         }
     }

@@ -97,7 +97,7 @@ impl SnapshotDirectory {
         let dependents = self.dependents(name)?;
         if dependents.is_empty() {
             let what = "no snapshot stands on it, so there is nothing that it could be merged into".to_owned();
-            return Err(PackError::Unsupported { path, what });
+            return Err(PackError::Refused { path, what });
         }
         let base: Option<OsString> = self.look_into(&open_file(&path)?, &path)?.and_then(|image| image.base_name);
         for dependent in &dependents {
@@ -166,7 +166,7 @@ impl SnapshotDirectory {
         held.check_named()?;
         if !is_image(&file) {
             let what = "a snapshot that is not packed stands on nothing".to_owned();
-            return Err(PackError::Unsupported { path: path.to_path_buf(), what });
+            return Err(PackError::Refused { path: path.to_path_buf(), what });
         }
         let chain = Chain::open(&file, path, self.passphrase.as_ref())?;
         let top = chain.top();
@@ -222,7 +222,7 @@ fn order_replaced(replaced: &mut Vec<TableDigest>, known: &[TableDigest], path: 
     }
     if replaced.iter().skip(REPLACED_MOST).any(|tables| known.contains(tables)) {
         let what = format!("snapshots stand on more than {REPLACED_MOST} of the files that it has replaced");
-        return Err(PackError::Unsupported { path: path.to_path_buf(), what });
+        return Err(PackError::Refused { path: path.to_path_buf(), what });
     }
     replaced.truncate(REPLACED_MOST);
     Ok(())
