@@ -1,6 +1,6 @@
 //! `limosa snapshot list`, `rm`, `rebase`, `merge` and `prune`: the snapshots of a directory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -36,6 +36,10 @@ pub(crate) fn list(args: &ListSnapshotsArgs) -> anyhow::Result<ExitCode> {
         check_stdout()?;
         return Ok(ExitCode::SUCCESS);
     }
+    if entries.is_empty() {
+        print_out!("no snapshots in {}", args.directory.display());
+    }
+    let names = Names::of(&entries);
     let mut shown = table(&["snapshot", "VM", "saved", "pages", "stored"], 3);
     for entry in entries.iter().filter(|entry| entry.fault.is_none()) {
         let bytes = |bytes| Cell::new(quantity::bytes(bytes)).set_alignment(CellAlignment::Right);
@@ -43,19 +47,43 @@ pub(crate) fn list(args: &ListSnapshotsArgs) -> anyhow::Result<ExitCode> {
         let encrypted = if entry.is_encrypted { ", encrypted" } else { "" };
         shown.add_row([
             Cell::new(format!("{}{base}{encrypted}", entry.name.display())),
-            Cell::new(&entry.vm),
+            Cell::new(names.shown(entry)),
             Cell::new(report::date(entry.saved)),
             bytes(entry.page_bytes),
             bytes(entry.allocated),
         ]);
     }
-    print_out!("{shown}");
+    if !shown.is_empty() {
+        print_out!("{shown}");
+    }
     for (entry, fault) in entries.iter().filter_map(|entry| Some((entry, entry.fault.as_ref()?))) {
         print_out!("cannot be restored: {}: {fault}", entry.name.display());
     }
     remote::tell_cost();
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The names of VMs, each with the VMs that have it.
+struct Names<'a>(BTreeMap<&'a str, BTreeSet<&'a str>>);
+
+impl<'a> Names<'a> {
+    fn of(entries: &'a [SnapshotEntry]) -> Self {
+        let mut names: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+        for entry in entries {
+            if let Some(name) = &entry.vm_name {
+                names.entry(name.as_str()).or_default().insert(entry.vm.as_str());
+            }
+        }
+        Self(names)
+    }
+
+    /// A VM as people know it: by its name, with its uuid if others have that name too.
+    fn shown(&self, entry: &SnapshotEntry) -> String {
+        let Some(name) = &entry.vm_name else { return entry.vm.clone() };
+        let is_shared = self.0.get(name.as_str()).is_some_and(|vms| vms.len() > 1);
+        if is_shared { format!("{name} {}", entry.vm) } else { name.clone() }
+    }
 }
 
 fn entry_object(entry: &SnapshotEntry) -> Value {

@@ -8,6 +8,7 @@ use limosa_pack::{Access, open_snapshot, unpack};
 use limosa_snapshot::{Durability, Manifest, UnnamedFile};
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use uuid::Uuid;
 
 use crate::snapshot_fixture as fixture;
 use crate::stage::{Ended, limosa, names, start, variable};
@@ -110,9 +111,10 @@ fn a_directory_is_listed_rebased_merged_and_pruned() {
     assert_eq!(listed.len(), 4);
     assert_eq!(listed.iter().find(|entry| entry["name"] == "3").unwrap()["base"], json!("2"));
     let people = snapshot(&["list", text(&chain.directory())]).success();
-    assert!(people.stdout.contains("3 on 2"), "{}", people.stdout);
+    assert!(people.stdout.contains("3 on 2") && people.stdout.contains(" vm "), "{}", people.stdout);
     let (one, two, three, four) = (chain.packed(1), chain.packed(2), chain.packed(3), chain.packed(4));
     snapshot(&["rm", text(&two)]).one_line(&["2: 3 stands on it", "limosa snapshot merge"]);
+    snapshot(&["merge", text(&four)]).one_line(&["4: no snapshot stands on it, so"]);
     snapshot(&["rebase", text(&four), "--base", text(&chain.plain(1))]).one_line(&["another directory"]);
     // Nothing that others stand on is replaced, not even by what stands on them.
     let again = chain.plain(1);
@@ -145,6 +147,8 @@ fn a_directory_is_listed_rebased_merged_and_pruned() {
     snapshot(&["rebase", text(&four), "--base", text(&three)]).success();
     snapshot(&["rm", text(&three), text(&four)]).success();
     assert_eq!(chain.assert_whole(), 0);
+    let empty = snapshot(&["list", text(&chain.directory())]).success();
+    assert_eq!(empty.stdout, format!("no snapshots in {}\n", chain.directory().display()));
     assert_eq!(snapshot(&["prune", text(&chain.directory())]).status.code(), Some(2), "without a rule");
 }
 
@@ -161,6 +165,36 @@ fn the_newest_one_of_each_of_the_last_days_stays() {
     let done = snapshot(&[&prune[..], &["--json"]].concat()).json();
     assert_eq!((done["removed"].as_array().map(Vec::len), names(&directory)), (Some(3), vec!["3".into(), "5".into()]));
     assert_eq!(chain.assert_whole(), 2);
+}
+
+#[test]
+fn vms_that_have_one_name_are_told_apart_in_a_list() {
+    let folder = limosa_testkit::scratch().unwrap();
+    for (file, name, number) in [("a", "web", 1), ("b", "web", 2), ("c", "db", 3)] {
+        let mut manifest = Manifest::new();
+        (manifest.vm_name, manifest.vm_uuid) = (Some(name.to_owned()), Some(Uuid::from_u128(number)));
+        let mut writer = fixture::writer(&folder.path().join(file), 4, fixture::QUICK);
+        fixture::put(&mut writer, 0, 1, &[1]);
+        writer.finish(&fixture::tail("running"), manifest).unwrap();
+    }
+    let shown = snapshot(&["list", text(folder.path())]).success().stdout;
+    assert_eq!(shown.matches("web 00000000-0000-0000-0000-00000000000").count(), 2, "{shown}");
+    assert!(shown.contains(" db ") && !shown.contains("0003"), "{shown}");
+}
+
+#[test]
+fn a_name_with_a_scheme_that_no_store_has_is_explained() {
+    let folder = limosa_testkit::scratch().unwrap();
+    let file = folder.path().join("vm");
+    for words in [
+        &["inspect", "S3://b/k"][..],
+        &["snapshot", "list", "ftp://b/k"],
+        &["snapshot", "rm", "gcs://b/k"],
+        &["pack", text(&file), "azure://b/k"],
+        &["unpack", "https:/h/k", text(&file)],
+    ] {
+        limosa(words.iter().copied()).one_line(&["is not the scheme of a store, which is s3, gs, az, http or https"]);
+    }
 }
 
 #[test]
