@@ -444,6 +444,8 @@ fn of_pack(error: &PackError) -> Option<String> {
         error if error.is_about_passphrase() => {
             Some("; give the one of that file: --object secret,id=s,file=FILE --key-secret s".into())
         }
+        // A snapshot that is packed again stays in its directory.
+        PackError::Snapshot(SnapshotError::Full { .. }) => Some("; free some space".into()),
         PackError::Snapshot(error) => of_snapshot(error),
         PackError::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound => of_scheme(path),
         PackError::Unencrypted { .. } => Some("; add --encrypt".into()),
@@ -457,10 +459,15 @@ fn of_pack(error: &PackError) -> Option<String> {
 
 /// The remedy for a name with a scheme that no store has: it was taken for the name of a file.
 fn of_scheme(name: &Path) -> Option<String> {
-    let name = name.to_str()?.trim_start_matches("./");
-    let (scheme, _) = name.split_once(":/")?;
+    let (scheme, rest) = name.to_str()?.split_once(":/")?;
     let is_scheme = !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric());
-    is_scheme.then(|| format!("; {scheme}: is not the scheme of a store, which is s3, gs, az, http or https"))
+    if !is_scheme || Path::new(&format!("{scheme}:")).exists() {
+        return None;
+    }
+    if is_object(Path::new(&format!("{scheme}://"))) {
+        return Some(format!("; a URL has two slashes: {scheme}://{rest}"));
+    }
+    Some(format!("; {scheme}: is not the scheme of a store, which is s3, gs, az, http or https"))
 }
 
 /// The remedy for the library's failure that is the cause of `error`, if one is.

@@ -14,7 +14,6 @@ use std::time::SystemTime;
 
 use limosa_image::reference::{ObjectEntry, ObjectStores, OpenObject};
 use limosa_page::error_with_causes;
-use limosa_snapshot::SnapshotError;
 use limosa_storage::{Storage, StorageError};
 use parking_lot::Mutex;
 use uuid::Uuid;
@@ -182,7 +181,7 @@ impl SnapshotFolder {
         let by: Vec<_> = others.iter().filter(|(_, head)| stands(head)).map(|(object, _)| &object.url).collect();
         if planned.is_some_and(|planned| planned.id != Some(id)) {
             let what = "another snapshot has its name now than when this was planned".to_owned();
-            return Err(PackError::Snapshot(SnapshotError::Changed { path, what }));
+            return Err(PackError::Refused { path, what });
         }
         if let Some(first) = by.first() {
             let more = if by.len() > 1 { format!(" and {} more", by.len() - 1) } else { String::new() };

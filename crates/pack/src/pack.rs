@@ -178,7 +178,7 @@ impl LuksHeader {
     pub(crate) fn of(level: &Level, passphrase: &Passphrase) -> Result<Self, PackError> {
         let length = block_on(luks::read_header(level.storage()))?.payload_offset();
         if length > LUKS_HEADER_MOST {
-            let what = format!("its LUKS header has {length} bytes");
+            let what = format!("its LUKS header has {length} bytes, of at most {LUKS_HEADER_MOST} that are taken over");
             return Err(PackError::Refused { path: level.path.clone(), what });
         }
         let bytes = Buffer::zeroed(to_usize(length));

@@ -17,13 +17,13 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// The longest pause, unless the store asks for a longer one.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// The time without an answer after which it is said that a store is waited for.
+/// The time since a first failure after which it is said that a store is waited for.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The time after which it is said once more.
 const SAY_AGAIN: Duration = Duration::from_secs(60);
 
-/// When a wait was last said, by any request of this process: many that wait for one store say it once.
+/// When a wait was last said, by any request of this process and for any store: many that wait say it once.
 static LAST_SAID: Said = Said(Mutex::new(None));
 
 /// The time that is left for a request, its next pause, and the last error.
@@ -34,11 +34,13 @@ pub(crate) struct Budget {
     pause: Duration,
     seed: u64,
     last: Option<RemoteError>,
+    /// Since when nothing came: the first failure since the last progress.
+    failing: Option<Instant>,
 }
 
 impl Budget {
     pub(crate) fn new(total: Duration, seed: u64) -> Self {
-        Self { total, until: Instant::now() + total, pause: FIRST_PAUSE, seed, last: None }
+        Self { total, until: Instant::now() + total, pause: FIRST_PAUSE, seed, last: None, failing: None }
     }
 
     /// Makes one attempt. It may take as long as the budget lasts, and `most` if that is given; a `most` that is longer
@@ -74,7 +76,7 @@ impl Budget {
             return Err(error);
         }
         let Some(pause) = self.next_pause(error.retry_after()) else { return Err(error.after(self.total)) };
-        if self.waited() >= PATIENCE && LAST_SAID.is_due(Instant::now()) {
+        if self.waited(&error) + pause >= PATIENCE && LAST_SAID.is_due(Instant::now()) {
             tracing::warn!(%error, "an object store is waited for, at most {:?} without progress", self.total);
         } else {
             tracing::debug!(?pause, %error, "an object store's request is made again");
@@ -88,6 +90,7 @@ impl Budget {
     pub(crate) fn renew(&mut self) {
         self.until = Instant::now() + self.total;
         self.pause = FIRST_PAUSE;
+        self.failing = None;
     }
 
     /// How long the next attempt may take: the last one has a second, although the budget ends before.
@@ -100,9 +103,15 @@ impl Budget {
         self.until.saturating_duration_since(Instant::now())
     }
 
-    /// The time without progress.
-    fn waited(&self) -> Duration {
-        self.total.saturating_sub(self.left())
+    /// The time since the first failure, which this error may be. The time of an attempt counts only if the store was
+    /// silent: one that broke off may have brought something.
+    fn waited(&mut self, error: &RemoteError) -> Duration {
+        let silent = if let RemoteError::Silent(time) = error { *time } else { Duration::ZERO };
+        let begun = *self.failing.get_or_insert_with(|| {
+            let now = Instant::now();
+            now.checked_sub(silent).unwrap_or(now)
+        });
+        begun.elapsed()
     }
 
     /// The pause before the next attempt; `None` if the budget is spent. `asked` is what the store asks for.
@@ -147,11 +156,15 @@ mod tests {
         let due = |second| said.is_due(begin + Duration::from_secs(second));
         assert_eq!([due(0), due(1), due(59), due(60), due(61)], [true, false, false, true, false]);
         let mut budget = Budget::new(Duration::from_secs(100), 1);
-        assert!(budget.waited() < PATIENCE);
-        budget.until -= Duration::from_secs(10);
-        assert!(budget.waited() >= PATIENCE);
+        let broken = RemoteError::Broken("here".to_owned());
+        budget.until -= Duration::from_secs(60);
+        assert!(budget.waited(&broken) < PATIENCE, "a transfer that took a minute, and broke off");
+        budget.failing = budget.failing.map(|begun| begun - PATIENCE);
+        assert!(budget.waited(&broken) >= PATIENCE);
         budget.renew();
-        assert!(budget.waited() < PATIENCE);
+        assert!(budget.waited(&broken) < PATIENCE);
+        budget.renew();
+        assert!(budget.waited(&RemoteError::Silent(PATIENCE)) >= PATIENCE);
     }
 
     #[test]

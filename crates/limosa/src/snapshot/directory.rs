@@ -82,7 +82,8 @@ impl<'a> Names<'a> {
     fn shown(&self, entry: &SnapshotEntry) -> String {
         let Some(name) = &entry.vm_name else { return entry.vm.clone() };
         let is_shared = self.0.get(name.as_str()).is_some_and(|vms| vms.len() > 1);
-        if is_shared { format!("{name} {}", entry.vm) } else { name.clone() }
+        // One without a uuid has its name as what tells it from others.
+        if is_shared && entry.vm != *name { format!("{name} {}", entry.vm) } else { name.clone() }
     }
 }
 
