@@ -439,6 +439,13 @@ fn of_snapshot(error: &SnapshotError) -> Option<String> {
     }
 }
 
+fn of_foreign(error: &ForeignError) -> Option<String> {
+    match error {
+        ForeignError::Snapshot(error) => of_snapshot(error),
+        _ => None,
+    }
+}
+
 fn of_pack(error: &PackError) -> Option<String> {
     match error {
         error if error.is_about_passphrase() => {
@@ -476,10 +483,8 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         let job = cause.downcast_ref().and_then(of_job);
         let record = || cause.downcast_ref().and_then(of_record);
         let resume = || cause.downcast_ref().and_then(of_resume);
-        let snapshot = || match cause.downcast_ref() {
-            Some(ForeignError::Snapshot(error)) => of_snapshot(error),
-            _ => cause.downcast_ref().and_then(of_snapshot),
-        };
+        let snapshot = || cause.downcast_ref().and_then(of_snapshot);
+        let foreign = || cause.downcast_ref().and_then(of_foreign);
         let protect = || cause.downcast_ref().and_then(of_protect);
         let clone = || cause.downcast_ref().and_then(of_clone);
         let qmp = || cause.downcast_ref().and_then(of_qmp);
@@ -492,6 +497,7 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
             .or_else(record)
             .or_else(resume)
             .or_else(snapshot)
+            .or_else(foreign)
             .or_else(qmp)
             .or_else(mapping)
             .or_else(mapped_vm)

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use limosa_console::parse;
+use limosa_console::parse::{self, ParseError};
 use limosa_pack::DEFAULT_LEVEL;
 use limosa_snapshot::Durability;
 
@@ -40,14 +40,14 @@ pub(crate) struct HowPackedArgs {
 
     /// Bytes that are compressed together: 4K to 2M. Larger ones are smaller in the file and slower to fault in.
     /// Default: 128K, with --base 16K
-    #[arg(long, value_name = "SIZE", value_parser = cluster_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_cluster_size)]
     pub(crate) cluster_size: Option<u64>,
 }
 
-fn cluster_size(text: &str) -> Result<u64, String> {
-    let size = parse::size(text).map_err(|error| error.to_string())?;
-    let is_one = size.is_power_of_two() && (4 << 10..=2 << 20).contains(&size);
-    if is_one { Ok(size) } else { Err("must be a power of two from 4K to 2M".to_owned()) }
+fn parse_cluster_size(text: &str) -> Result<u64, ParseError> {
+    let is_one = |size: &u64| size.is_power_of_two() && (4 << 10..=2 << 20).contains(size);
+    let size = parse::size(text).ok().filter(is_one);
+    size.ok_or_else(|| ParseError::new(text, "cluster size", "a power of two from 4K to 2M"))
 }
 
 /// Options of a command that makes a file.

@@ -100,7 +100,7 @@ fn what_no_rule_keeps_and_nothing_stands_on_goes_from_a_store() {
 
 #[test]
 fn a_store_that_does_not_answer_is_waited_for_and_that_is_said() {
-    // Bound, and nobody listens: no other server gets the port, and connections are refused.
+    // A bound socket that does not listen: no other server gets the port, and connections are refused.
     let reserved = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     bind(&reserved, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = SocketAddrV4::try_from(getsockname(&reserved).unwrap()).unwrap();
